@@ -1,0 +1,85 @@
+"""The `kvreuse` command: finds the subcommand, imports only that one, turns refusals into one clear sentence.
+
+Knows the names of the subcommands. Knows nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from kvreuse import __version__
+from kvreuse.config.names import unknown
+from kvreuse.errors import ConfigError
+
+__all__ = ["main"]
+
+# name -> (module with add_parser(subparsers) and run(args) -> exit code, help)
+_COMMANDS = {
+    "serve": ("kvreuse.cli.serve", "serve a model"),
+    "bench": ("kvreuse.ops.bench.cli", "measure what reuse brings"),
+}
+_ROOT_FLAGS = ("-h", "--help", "--version")
+_LONG_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*")
+_INTERRUPTED = 130  # what a shell reports for a command that Ctrl-C ended
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses by exception, so that every refusal is shown in one form; never guesses from half a flag."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\nhint: {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 fine, 1 refused (the reason is on stderr)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"kvreuse: error: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _Parser(prog="kvreuse", description="KV reuse for templated prompts on SageMaker")
+    parser.add_argument("--version", action="version", version=f"kvreuse {__version__}")
+    command = arguments[0] if arguments else "--help"
+    if command.startswith("-") and command not in _ROOT_FLAGS:
+        _refuse(command, parser)
+    if not command.startswith("-") and command not in _COMMANDS:
+        raise unknown("command", command, _COMMANDS)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    module: ModuleType | None = None
+    for name, (path, help_text) in _COMMANDS.items():
+        if name == command:
+            module = importlib.import_module(path)
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_text)
+    args, extras = parser.parse_known_args(arguments or ["--help"])
+    assert module is not None  # argparse has answered and left where the command line begins with a flag
+    if extras:
+        _refuse(extras[0], subparsers.choices[args.command])
+    code: int = module.run(args)
+    return code
+
+
+def _refuse(argument: str, parser: argparse.ArgumentParser) -> NoReturn:
+    if not argument.startswith("-"):
+        raise ConfigError(f"unexpected argument {argument}\nhint: {parser.prog} --help")
+    raise unknown("flag", argument.partition("=")[0], sorted(set(_LONG_FLAG.findall(parser.format_help()))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

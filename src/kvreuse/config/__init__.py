@@ -1,0 +1,18 @@
+"""One frozen configuration, from serving.properties, environment and flags. Knows nothing of what uses it."""
+
+from kvreuse.config.load import load_config, set_thread_defaults, user_cache_dir
+from kvreuse.config.names import FLAG_NAMES, nearest, unknown
+from kvreuse.config.options import DEFAULT_MODEL_DIR, OPTIONS, Config, Option
+
+__all__ = [
+    "DEFAULT_MODEL_DIR",
+    "FLAG_NAMES",
+    "OPTIONS",
+    "Config",
+    "Option",
+    "load_config",
+    "nearest",
+    "set_thread_defaults",
+    "unknown",
+    "user_cache_dir",
+]

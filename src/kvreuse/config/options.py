@@ -1,0 +1,248 @@
+"""Every option, declared once: its field, kind, default, unit and meaning.
+
+Knows what may be set and what is sound. Knows nothing of files, environments or flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from kvreuse.config import kinds
+from kvreuse.config.kinds import Kind
+from kvreuse.errors import ConfigError
+
+__all__ = ["DEFAULT_MODEL_DIR", "OPTIONS", "Config", "Option", "option"]
+
+DEFAULT_MODEL_DIR = "/opt/ml/model"  # where SageMaker puts the model artefacts
+_MASK = "********"
+_META = "option"
+_MAX_TOKENS = 2**24
+_DAY_S = 86_400
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """What is declared of one option. `name` is its field in Config.
+
+    key: its name in serving.properties. env: further environment variables that set it, strongest first.
+    """
+
+    name: str = ""
+    key: str = ""
+    kind: Kind
+    doc: str
+    unit: str = ""
+    default: Any = None
+    env: tuple[str, ...] = ()
+    secret: bool = False
+
+    def check(self, value: Any, *, shown_as: str | None = None) -> None:
+        """Raise ConfigError that names the option, the value and what is allowed."""
+        if not self.kind.accepts(value):
+            shown = shown_as if shown_as is not None else str(value)
+            shown = _MASK if self.secret else f"'{shown}'"
+            raise ConfigError(f"{self.key} is {shown}, allowed is {self.kind.allowed}")
+
+    def shown(self, value: Any) -> str:
+        """The value as it would be written in serving.properties; secrets are masked."""
+        if value is None:
+            return "auto"
+        if self.secret:
+            return _MASK
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, float):
+            return f"{value:.12g}"
+        return ",".join(f"{part:.12g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+def option(
+    default: T, kind: Kind, doc: str, *, unit: str = "", key: str = "", env: tuple[str, ...] = (), secret: bool = False
+) -> T:
+    """Declare a field of Config. `key` is needed only where it is not `option.<field>`."""
+    declared = Option(key=key, kind=kind, doc=doc, unit=unit, default=default, env=env, secret=secret)
+    declaration: T = field(default=default, metadata={_META: declared})
+    return declaration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """The whole configuration, checked when it is made. Raises ConfigError.
+
+    None means derived: the doc of the option says from what. `sources` says where each value that is not the
+    default came from; `ignored` names keys of the file that belong to DJL Serving alone.
+    """
+
+    engine: str = option(
+        "Python", kinds.choice("Python"), "DJL's name for the engine that runs the handler", key="engine"
+    )
+    entry_point: str = option(
+        "inference.py",
+        kinds.text("a module or file name"),
+        "Handler with the toolkit's hooks: looked for in the model's code/ folder, then in the container",
+        key="option.entryPoint",
+        env=("SAGEMAKER_PROGRAM",),
+    )
+    model_id: str = option(
+        DEFAULT_MODEL_DIR,
+        kinds.text("a local folder, a hub id or demo"),
+        "Model to serve: a local folder, a hub id, or demo for the small built-in model",
+    )
+    trust_remote_code: bool = option(False, kinds.boolean(), "Run Python code that comes with the model")
+    dtype: str = option(
+        "auto",
+        kinds.choice(
+            "auto",
+            "float32",
+            "bfloat16",
+            "float16",
+            synonyms={"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+        ),
+        "Type of weights and KV; auto is the checkpoint's on a GPU and float32 on a CPU",
+    )
+    device: str = option("auto", kinds.choice("auto", "cpu", "cuda"), "Where the model runs; auto is cuda if present")
+    num_threads: int | None = option(
+        None, kinds.optional(kinds.integer(1, 1024)), "CPU threads of one forward; auto fits the machine"
+    )
+    attention_backend: str = option(
+        "auto",
+        kinds.choice("auto", "reference", "cpu", "cuda"),
+        "How attention is computed; auto is the fastest that fits model and device",
+    )
+    max_model_len: int | None = option(
+        None,
+        kinds.optional(kinds.integer(2, _MAX_TOKENS)),
+        "Longest prompt plus answer; auto is the model's own limit",
+        unit="tokens",
+    )
+
+    kv_cache_reuse: bool = option(True, kinds.boolean(), "Reuse the KV of shared prompt prefixes")
+    kv_cache_memory_ratio: float = option(
+        0.4, kinds.number(0, 0.95, above_low=True), "Share of the free device memory that holds KV"
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        kinds.optional(kinds.byte_size(2**20)),
+        "Memory that holds KV; auto takes kv_cache_memory_ratio of what is free",
+        unit="bytes",
+    )
+    kv_cache_block_size: int = option(
+        32, kinds.integer(1, 1024), "Tokens per block, the unit of hashing and reuse", unit="tokens"
+    )
+    kv_cache_policy: str = option(
+        "size_weighted_lru", kinds.choice("size_weighted_lru", "lru", "lfu"), "Order in which blocks are evicted"
+    )
+    kv_cache_lru_weights: tuple[float, float] = option(
+        (0.3, 0.7), kinds.weights(2), "Weights of frequency and recency in size_weighted_lru"
+    )
+    kv_cache_ttl_s: float = option(
+        14400, kinds.number(1, 365 * _DAY_S), "Time after its last use at which a block expires", unit="seconds"
+    )
+    kv_cache_defrag_interval: float = option(
+        300, kinds.number(1, _DAY_S), "Time between compactions of the KV memory", unit="seconds"
+    )
+
+    max_batch_size: int = option(64, kinds.integer(1, 4096), "Sequences that run at the same time")
+    max_batch_tokens: int = option(
+        512, kinds.integer(1, 2**20), "Tokens in one step, at least max_batch_size", unit="tokens"
+    )
+    max_concurrency: int | None = option(
+        None,
+        kinds.optional(kinds.integer(1, 2**16)),
+        "Requests that are admitted at once; auto is max_batch_size x number of devices",
+    )
+    max_queue: int | None = option(
+        None,
+        kinds.optional(kinds.integer(0, 2**20)),
+        "Requests that may wait beyond those; more get 503; auto is 4 x max_concurrency",
+    )
+    group_min_size: int = option(
+        1, kinds.integer(1, 4096), "Requests of one prefix to wait for before they start, at most max_batch_size"
+    )
+    group_max_wait_ms: int = option(0, kinds.integer(0, 60_000), "Longest wait for group_min_size", unit="milliseconds")
+    max_queue_delay_ms: int = option(
+        1000, kinds.integer(0, 600_000), "Longest extra wait so that others share a prefix", unit="milliseconds"
+    )
+
+    host: str = option("0.0.0.0", kinds.text("an address of this machine"), "Address that the server listens on")
+    port: int = option(
+        8080,
+        kinds.integer(0, 65535),
+        "Port that the server listens on; 0 is any free one",
+        env=("SAGEMAKER_BIND_TO_PORT",),
+    )
+    request_timeout_s: float = option(
+        55,
+        kinds.number(0, _DAY_S, above_low=True),
+        "Longest time for an answer (SageMaker gives up at 60)",
+        unit="seconds",
+    )
+    stream_timeout_s: float = option(
+        450,
+        kinds.number(0, _DAY_S, above_low=True),
+        "Longest time for a stream (SageMaker gives up at 480)",
+        unit="seconds",
+    )
+    log_level: str = option("info", kinds.choice("debug", "info", "warning", "error"), "Least severe log line shown")
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for declared in OPTIONS.values():
+            declared.check(getattr(self, declared.name))
+        if self.max_batch_tokens < self.max_batch_size:
+            raise ConfigError(
+                f"option.max_batch_tokens is {self.max_batch_tokens}, "
+                f"allowed is at least option.max_batch_size ({self.max_batch_size})\n"
+                "hint: every running sequence needs a token per step"
+            )
+        if self.group_min_size > self.max_batch_size:
+            raise ConfigError(
+                f"option.group_min_size is {self.group_min_size}, "
+                f"allowed is at most option.max_batch_size ({self.max_batch_size})\n"
+                "hint: a larger group never fills"
+            )
+
+    def concurrency(self, *, num_devices: int = 1) -> int:
+        """max_concurrency, derived when it is None."""
+        return self.max_batch_size * num_devices if self.max_concurrency is None else self.max_concurrency
+
+    def queue_limit(self, *, num_devices: int = 1) -> int:
+        """max_queue, derived when it is None."""
+        return 4 * self.concurrency(num_devices=num_devices) if self.max_queue is None else self.max_queue
+
+    def effective(self) -> list[str]:
+        """The lines to log once at start: `key=value (source)`, then what was ignored. Secrets are masked."""
+        lines = [
+            f"{declared.key}={declared.shown(getattr(self, name))} ({self.sources.get(name, 'default')})"
+            for name, declared in OPTIONS.items()
+        ]
+        return lines + [f"{key} ignored (a setting of DJL Serving only)" for key in self.ignored]
+
+
+def _declared() -> dict[str, Option]:
+    options = {}
+    for item in fields(Config):
+        if _META in item.metadata:
+            found: Option = item.metadata[_META]
+            key = found.key or f"option.{item.name}"
+            options[item.name] = Option(
+                name=item.name,
+                key=key,
+                kind=found.kind,
+                doc=found.doc,
+                unit=found.unit,
+                default=found.default,
+                env=found.env,
+                secret=found.secret,
+            )
+    return options
+
+
+OPTIONS: Mapping[str, Option] = MappingProxyType(_declared())
