@@ -1,0 +1,305 @@
+"""The engine: one thread that owns the model and the pool, and the thread-safe door to it.
+
+A step = schedule, run, commit, sample, emit. A step that fails fails the requests in it and nothing else. When the
+thread ends for any other reason than `stop`, the engine is dead and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from kvreuse.cache.hashing import BlockHasher
+from kvreuse.config import Config
+from kvreuse.engine.detokenizer import Detokenizer
+from kvreuse.engine.parts import EngineParts, build
+from kvreuse.engine.sampler import SamplingState, sample
+from kvreuse.engine.scheduler import Scheduled
+from kvreuse.engine.sequence import Answers, Sequence
+from kvreuse.errors import EngineDeadError, InternalError, KVReuseError, OverloadedError, RequestError
+from kvreuse.types import Delta, Done, Event, Failed, FinishReason, OnEvent, Request, TokenLogprob
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("kvreuse.engine")
+
+# So many steps failing one after another, with none that went well between, is a broken engine.
+MAX_FAILED_STEPS = 16
+IDLE_WAIT_S = 0.5
+
+
+class Engine:
+    """Requests in, events out. `submit` and `abort` may be called from any thread; events come on the engine's."""
+
+    def __init__(self, parts: EngineParts, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts = parts
+        self._clock = clock
+        self.tokenizer = parts.tokenizer
+        self.max_model_len = parts.max_model_len
+        self.model_name = parts.model_name
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._requests: dict[str, Answers] = {}
+        self._is_stopping = False
+        self._num_failed_steps = 0
+        self._num_steps = 0
+        self._next_upkeep_s = clock() + parts.defrag_interval_s
+        self._thread = threading.Thread(target=self._main, name="kvreuse-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, config: Config, *, stats: Any = None) -> Engine:
+        """Load the model and start. Raises ConfigError when the model or the configuration is refused."""
+        return cls(build(config))
+
+    # -- the door: any thread ---------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self._thread.is_alive() and not self._is_stopping
+
+    def submit(self, request: Request, on_event: OnEvent) -> None:
+        """Queue a request. Returns at once; its events end with Done or Failed.
+
+        Raises RequestError (too long, unknown token, id in use), OverloadedError, EngineDeadError.
+        """
+        self._check(request)
+        if not self._parts.is_reuse_on:
+            request = replace(request, reuse=False)
+        answers = Answers(request, on_event, self._clock)
+        with self._lock:
+            if not self.is_alive:
+                raise EngineDeadError("the engine is not running")
+            if request.request_id in self._requests:
+                raise RequestError(f"request id {request.request_id} is in use", param="request_id", status=409)
+            if len(self._requests) >= self._parts.max_outstanding:
+                raise OverloadedError(f"{len(self._requests)} requests are in flight or queued, no more are taken")
+            self._requests[request.request_id] = answers
+        self._inbox.put(lambda: self._start(answers))
+
+    def abort(self, request_id: str) -> None:
+        """End a request early: it gets Done with what it has. Unknown ids are ignored."""
+        self._inbox.put(lambda: self._abort(request_id))
+
+    def purge(self, *, tenant: str | None = None) -> int:
+        """Drop the cached blocks of one tenant, or all; those in use leave when they are released. Returns blocks."""
+        return self._parts.cache.purge(tenant=tenant)
+
+    def stop(self, *, drain_s: float) -> None:
+        """Take no more, give what runs up to `drain_s` to finish, abort the rest, end the thread."""
+        self._is_stopping = True
+        deadline_s = time.monotonic() + drain_s
+        while self._requests and self._thread.is_alive() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        for request_id in list(self._requests):
+            self.abort(request_id)
+        self._inbox.put(_end_thread)
+        self._thread.join(timeout=10)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Gauges and counters of this moment, as plain numbers."""
+        scheduler, usage = self._parts.scheduler, self._parts.cache.usage()
+        return {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "steps": self._num_steps,
+            "preempted": scheduler.num_preempted,
+            "prefilled_tokens": scheduler.num_prefilled_tokens,
+            "lookup_s": scheduler.lookup_s,
+            "bytes_per_token": self._parts.pool.layout.bytes_per_token,
+            "store": usage,
+        }
+
+    def _check(self, request: Request) -> None:
+        num_prompt, max_new = len(request.token_ids), request.sampling.max_new_tokens
+        if not num_prompt:
+            raise RequestError("the prompt is empty, at least one token is needed", param="inputs")
+        if num_prompt + max_new > self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and max_new_tokens is {max_new}: "
+                f"together more than the {self.max_model_len} that this endpoint takes",
+                param="inputs" if num_prompt >= self.max_model_len else "max_new_tokens",
+                status=422,
+            )
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._parts.vocab_size:
+            raise RequestError(f"token ids must be in [0, {self._parts.vocab_size})", param="inputs")
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            while True:
+                self._read_inbox()
+                self._upkeep()
+                self._step()
+        except _EndThread:
+            pass
+        except Exception:
+            log.exception("the engine died")
+        finally:
+            self._is_stopping = True
+            for answers in list(self._requests.values()):
+                self._fail(answers, EngineDeadError("the engine stopped before this request was finished"))
+
+    def _read_inbox(self) -> None:
+        """Do what was asked; sleep here while there is nothing to compute."""
+        scheduler = self._parts.scheduler
+        is_idle = not scheduler.num_running
+        if is_idle and scheduler.num_waiting:
+            held_until_s = scheduler.held_until_s()
+            is_idle = held_until_s is not None and held_until_s > self._clock()
+        try:
+            self._inbox.get(block=is_idle, timeout=self._idle_wait_s())()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _idle_wait_s(self) -> float:
+        held_until_s = self._parts.scheduler.held_until_s()
+        if held_until_s is None:
+            return IDLE_WAIT_S
+        return min(max(held_until_s - self._clock(), 0.0), IDLE_WAIT_S)
+
+    def _upkeep(self) -> None:
+        if self._clock() >= self._next_upkeep_s:
+            self._parts.cache.expire()
+            self._parts.cache.compact()
+            self._next_upkeep_s = self._clock() + self._parts.defrag_interval_s
+
+    def _start(self, answers: Answers) -> None:
+        request = answers.request
+        if request.request_id not in self._requests:
+            return
+        for index in range(request.sampling.n):
+            sequence = Sequence(
+                answers=answers,
+                index=index,
+                token_ids=list(request.token_ids),
+                hasher=BlockHasher(scope=request.scope, block_size=self._parts.cache.block_size),
+                sampling=SamplingState(request.sampling, request.token_ids, index=index),
+                detokenizer=Detokenizer(self.tokenizer, stop=request.sampling.stop),
+            )
+            answers.sequences.append(sequence)
+            self._parts.scheduler.add(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        answers = self._requests.get(request_id)
+        if answers is not None:
+            for sequence in answers.sequences:
+                if not sequence.is_finished:
+                    self._finish(sequence, FinishReason.ABORT)
+            self._close(answers)
+
+    def _step(self) -> None:
+        scheduler = self._parts.scheduler
+        batch, failed = scheduler.schedule()
+        for sequence, error in failed:
+            self._fail(sequence.answers, error)
+        batch = [item for item in batch if not item.sequence.is_finished]
+        if not batch:
+            return
+        try:
+            items, token_ids, logprobs = self._run(batch)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._step_failed(batch, error)
+            return
+        self._num_failed_steps = 0
+        self._num_steps += 1
+        for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True):
+            self._got_token(item.sequence, token_id, logprob)
+
+    def _run(self, batch: list[Scheduled]) -> tuple[list[Scheduled], list[int], list[TokenLogprob | None]]:
+        items, logits = self._parts.runner.run(batch)
+        token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items]) if items else ([], [])
+        self._parts.scheduler.commit(batch)
+        return items, token_ids, logprobs
+
+    def _step_failed(self, batch: Iterable[Scheduled], error: Exception) -> None:
+        log.exception("a step failed")
+        self._num_failed_steps += 1
+        for answers in dict.fromkeys(item.sequence.answers for item in batch):
+            self._fail(answers, InternalError("the step that computed this request failed; it can be sent again"))
+        if self._num_failed_steps >= MAX_FAILED_STEPS or self._parts.is_fatal(error):
+            raise EngineDeadError("steps keep failing") from error
+
+    def _got_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        answers, sampling = sequence.answers, sequence.request.sampling
+        if answers.request.request_id not in self._requests:
+            return
+        sequence.token_ids.append(token_id)
+        answers.got_token()
+        is_end = token_id in sampling.stop_token_ids or (
+            token_id in self._parts.eos_token_ids and not sampling.ignore_eos
+        )
+        text = "" if is_end else sequence.detokenizer.push(token_id)
+        logprobs = () if logprob is None else (logprob,)
+        sequence.logprobs.extend(logprobs)
+        reason = None
+        if is_end:
+            reason = FinishReason.EOS
+        elif sequence.detokenizer.stopped:
+            reason = FinishReason.STOP
+        elif sequence.num_remaining_tokens <= 0:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._finish(sequence, reason, text=text, token_ids=(token_id,), logprobs=logprobs)
+            if answers.is_finished:
+                self._close(answers)
+            return
+        sequence.text.append(text)
+        self._emit(answers, Delta(index=sequence.index, text=text, token_ids=(token_id,), logprobs=logprobs))
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        self._parts.scheduler.remove(sequence)
+        sequence.finish_reason = reason
+        text += sequence.detokenizer.flush()
+        sequence.text.append(text)
+        self._emit(
+            sequence.answers,
+            Delta(index=sequence.index, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason),
+        )
+
+    def _close(self, answers: Answers) -> None:
+        if self._requests.pop(answers.request.request_id, None) is not None:
+            completions = tuple(sequence.completion() for sequence in answers.sequences)
+            self._emit(answers, Done(completions=completions, facts=answers.facts()))
+
+    def _fail(self, answers: Answers, error: KVReuseError) -> None:
+        for sequence in answers.sequences:
+            self._parts.scheduler.remove(sequence)
+            sequence.finish_reason = sequence.finish_reason or FinishReason.ABORT
+        if self._requests.pop(answers.request.request_id, None) is not None:
+            self._emit(answers, Failed(error=error))
+
+    def _emit(self, answers: Answers, event: Event) -> None:
+        try:
+            answers.on_event(event)
+        except Exception:
+            # The listener is gone or broken: nobody waits for this request any more.
+            log.exception("a listener failed")
+            self.abort(answers.request.request_id)
+
+
+class _EndThread(BaseException):
+    """Leaves the engine's loop."""
+
+
+def _end_thread() -> None:
+    raise _EndThread

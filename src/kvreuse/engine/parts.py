@@ -1,0 +1,132 @@
+"""Put the parts of an engine together from a configuration: model, layout, pool, backend, cache, scheduler, runner."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from kvreuse.cache.store import PrefixCache
+from kvreuse.config import Config
+from kvreuse.engine.attention.cpu import CPUBackend
+from kvreuse.engine.attention.reference import ReferenceBackend
+from kvreuse.engine.attention.step import NAME, register
+from kvreuse.engine.loader import configure_threads, load_model
+from kvreuse.engine.probe import probe_layout
+from kvreuse.engine.runner import Runner
+from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
+from kvreuse.engine.tokenizer import Tokenizer
+from kvreuse.engine.waiting import GroupRules
+from kvreuse.errors import ConfigError
+from kvreuse.kv.layout import KVLayout, num_slots_for
+from kvreuse.kv.pool import KVPool
+
+__all__ = ["EngineParts", "build"]
+
+log = logging.getLogger("kvreuse.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What the engine's thread works with, and the facts it needs of the model."""
+
+    runner: Runner
+    scheduler: Scheduler
+    cache: PrefixCache
+    pool: KVPool
+    tokenizer: Tokenizer
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    is_reuse_on: bool
+    max_outstanding: int
+    defrag_interval_s: float
+
+    def is_fatal(self, error: Exception) -> bool:
+        """After an accelerator error every later call on the device fails too."""
+        return isinstance(error, torch.AcceleratorError)
+
+
+def build(config: Config) -> EngineParts:
+    """Load everything. Raises ConfigError with one sentence when the model or an option is refused."""
+    device = _device(config.device)
+    if device.type == "cpu":
+        configure_threads(config.num_threads)
+    register()
+    loaded = load_model(config, device=device, attn_implementation=NAME)
+    layout = probe_layout(loaded.model)
+    num_slots = num_slots_for(
+        layout,
+        memory_ratio=config.kv_cache_memory_ratio,
+        memory_bytes=config.kv_cache_memory_bytes,
+        block_size=config.kv_cache_block_size,
+    )
+    pool = KVPool(layout, num_slots=num_slots)
+    backend = _backend(config.attention_backend, layout)
+    cache = PrefixCache(
+        num_slots=num_slots,
+        block_size=config.kv_cache_block_size,
+        bytes_per_token=layout.bytes_per_token,
+        policy=config.kv_cache_policy,
+        lru_weights=config.kv_cache_lru_weights,
+        ttl_s=config.kv_cache_ttl_s,
+        move_slots=pool.move,
+    )
+    num_devices = len(layout.devices)
+    concurrency = config.concurrency(num_devices=num_devices)
+    log.info(
+        "model %s: %d layers, %s, attention %s, KV pool %d tokens = %.0f MiB",
+        loaded.name,
+        len(layout.layers),
+        layout.layers[0].dtype,
+        backend.name,
+        num_slots,
+        pool.num_bytes / 2**20,
+    )
+    return EngineParts(
+        runner=Runner(loaded.model, pool, backend),
+        scheduler=Scheduler(cache, _limits(config, concurrency)),
+        cache=cache,
+        pool=pool,
+        tokenizer=loaded.tokenizer,
+        model_name=loaded.name,
+        max_model_len=min(loaded.max_model_len, num_slots),
+        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
+        eos_token_ids=frozenset(loaded.eos_token_ids),
+        is_reuse_on=config.kv_cache_reuse,
+        max_outstanding=concurrency + config.queue_limit(num_devices=num_devices),
+        defrag_interval_s=config.kv_cache_defrag_interval,
+    )
+
+
+def _limits(config: Config, concurrency: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_batch_size=min(config.max_batch_size, concurrency),
+        max_batch_tokens=config.max_batch_tokens,
+        groups=GroupRules(
+            group_min_size=config.group_min_size,
+            group_max_wait_s=config.group_max_wait_ms / 1e3,
+            max_queue_delay_s=config.max_queue_delay_ms / 1e3,
+        ),
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("option.device is cuda, but no CUDA device is available")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _backend(name: str, layout: KVLayout) -> CPUBackend | ReferenceBackend:
+    is_cpu = all(device.type == "cpu" for device in layout.devices)
+    if name == "cuda":
+        raise ConfigError("option.attention_backend is cuda, allowed here are auto, reference and cpu")
+    if name == "cpu" and not (is_cpu and CPUBackend.can_do(layout)):
+        raise ConfigError("option.attention_backend is cpu, but the device or the head sizes of this model need reference")
+    if name == "reference" or not (is_cpu and CPUBackend.can_do(layout)):
+        return ReferenceBackend()
+    return CPUBackend()

@@ -1,0 +1,227 @@
+"""What the next step computes: decode first, then chunked prefill, then admission.
+
+Pure bookkeeping over the prefix cache. Knows token counts and memory. Knows nothing of tensors, text or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvreuse.cache.lease import Lease
+from kvreuse.cache.store import PrefixCache
+from kvreuse.engine.sequence import Sequence
+from kvreuse.engine.waiting import GroupRules, InFlight, WaitingRoom
+from kvreuse.errors import OverloadedError
+
+__all__ = ["Scheduled", "Scheduler", "SchedulerLimits"]
+
+# Slots reserved beyond what is needed now, so that a decoding sequence seldom has to grow.
+LOOKAHEAD = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """At most max_batch_size sequences run at a time; a step computes at most max_batch_tokens tokens."""
+
+    max_batch_size: int
+    max_batch_tokens: int
+    groups: GroupRules = GroupRules()
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """`num_tokens` tokens of `sequence`, from num_computed_tokens on, are computed in this step."""
+
+    sequence: Sequence
+    lease: Lease
+    num_tokens: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step reaches the last token, so that the next one can be chosen."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+class Scheduler:
+    """Owns which sequences wait and which run, and the leases of those that run."""
+
+    def __init__(
+        self, cache: PrefixCache, limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cache = cache
+        self._limits = limits
+        self._clock = clock
+        self._running: list[Sequence] = []  # admission order: the last is preempted first
+        self._waiting = WaitingRoom(limits.groups, clock)
+        self._in_flight = InFlight()
+        self.num_preempted = 0
+        self.num_prefilled_tokens = 0
+        self.lookup_s = 0.0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold memory."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not yet."""
+        return len(self._waiting) + len(self._in_flight)
+
+    def held_until_s(self) -> float | None:
+        """When to schedule again although nothing happened; None when only an event can change anything."""
+        return self._waiting.held_until_s()
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        sequence.hashes()
+        self._waiting.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence in whatever state it is; its memory and pins are free afterwards."""
+        self._waiting.remove(sequence)
+        self._in_flight.forget(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
+        self._let_go(sequence)
+
+    def schedule(self) -> tuple[list[Scheduled], list[tuple[Sequence, OverloadedError]]]:
+        """The batch of the next step, and the sequences that can never go on."""
+        batch: list[Scheduled] = []
+        failed: list[tuple[Sequence, OverloadedError]] = []
+        budget = self._limits.max_batch_tokens
+        for is_decode in (True, False):
+            for sequence in list(self._running):
+                if budget == 0 or (sequence.num_uncomputed_tokens == 1) != is_decode:
+                    continue
+                if sequence in self._running and self._make_room(sequence, failed):
+                    budget -= self._schedule(sequence, batch, budget)
+        self._admit(batch, budget, failed)
+        return batch, failed
+
+    def _schedule(self, sequence: Sequence, batch: list[Scheduled], budget: int) -> int:
+        assert sequence.lease is not None
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        batch.append(Scheduled(sequence, sequence.lease, num_tokens))
+        if sequence.num_uncomputed_tokens > 1:
+            self.num_prefilled_tokens += num_tokens
+        return num_tokens
+
+    def commit(self, batch: Iterable[Scheduled]) -> None:
+        """The step went well: its tokens are computed, its whole blocks can be hit by others."""
+        block_size = self._cache.block_size
+        for item in batch:
+            sequence, lease = item.sequence, item.lease
+            sequence.num_computed_tokens += item.num_tokens
+            num_blocks = sequence.num_computed_tokens // block_size
+            if num_blocks * block_size > lease.num_committed_tokens:
+                sequence.hashes()
+                self._cache.commit(lease, sequence.token_ids, num_computed_tokens=sequence.num_computed_tokens)
+                self._wake(self._in_flight.settle(sequence, num_blocks=num_blocks))
+
+    # -- memory of running sequences --------------------------------------------------------------
+
+    def _make_room(self, sequence: Sequence, failed: list[tuple[Sequence, OverloadedError]]) -> bool:
+        """Slots for all of the sequence's tokens, by preempting the newest others if it must be."""
+        while not self._reserve(sequence):
+            victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                self.remove(sequence)
+                failed.append((sequence, _pool_is_pinned()))
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        lease, num_tokens = sequence.lease, len(sequence.token_ids)
+        assert lease is not None
+        if lease.num_reserved_tokens >= num_tokens:
+            return True
+        generous = num_tokens + max(0, min(sequence.num_remaining_tokens - 1, LOOKAHEAD))
+        return any(
+            self._cache.reserve(lease, wanted, num_computed_tokens=sequence.num_computed_tokens)
+            for wanted in dict.fromkeys((generous, num_tokens))
+        )
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preempted += 1
+        self._running.remove(victim)
+        self._let_go(victim)
+        self._waiting.put_back([victim])
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.lease is not None:
+            self._cache.release(sequence.lease)
+            sequence.lease = None
+            sequence.num_computed_tokens = 0
+        self._wake(self._in_flight.settle(sequence))
+
+    def _wake(self, sequences: list[Sequence]) -> None:
+        if sequences:
+            self._waiting.put_back(sorted(sequences, key=lambda s: (s.answers.arrival_s, s.index)))
+
+    # -- admission --------------------------------------------------------------------------------
+
+    def _admit(self, batch: list[Scheduled], budget: int, failed: list[tuple[Sequence, OverloadedError]]) -> None:
+        if not budget or not len(self._waiting) or len(self._running) >= self._limits.max_batch_size:
+            return
+        for sequence in self._waiting.candidates(self._num_resident):
+            if not budget or len(self._running) >= self._limits.max_batch_size:
+                return
+            if self._must_wait(sequence):
+                continue
+            if not self._start(sequence):
+                if not self._running:
+                    self.remove(sequence)
+                    failed.append((sequence, _pool_is_pinned()))
+                return
+            self._waiting.passed_over(sequence)
+            self._waiting.remove(sequence)
+            budget -= self._schedule(sequence, batch, budget)
+
+    def _num_resident(self, sequence: Sequence) -> int:
+        if not sequence.request.reuse:
+            return 0
+        return self._cache.peek(sequence.token_ids, scope=sequence.request.scope, hashes=sequence.hashes())
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Single flight: somebody is computing the next block that this sequence needs."""
+        if not sequence.request.reuse:
+            return False
+        next_block = self._num_resident(sequence) // self._cache.block_size
+        num_matchable = (len(sequence.token_ids) - 1) // self._cache.block_size
+        awaited = self._in_flight.last_claimed(sequence.hashes()[next_block:num_matchable])
+        if awaited is None:
+            return False
+        self._waiting.remove(sequence)
+        self._in_flight.block(sequence, awaited)
+        return True
+
+    def _start(self, sequence: Sequence) -> bool:
+        request, started_s = sequence.request, self._clock()
+        lease = self._cache.acquire(
+            sequence.token_ids, scope=request.scope, reuse=request.reuse, hashes=sequence.hashes()
+        )
+        lookup_s = self._clock() - started_s
+        sequence.lease = lease
+        sequence.num_computed_tokens = lease.num_cached_tokens
+        if not self._reserve(sequence):
+            self._cache.release(lease)
+            sequence.lease, sequence.num_computed_tokens = None, 0
+            return False
+        self.lookup_s += lookup_s
+        sequence.answers.admitted(lease, lookup_s=lookup_s)
+        if request.reuse:
+            self._in_flight.claim(sequence, sequence.hashes()[lease.num_cached_tokens // self._cache.block_size :])
+        self._running.append(sequence)
+        return True
+
+
+def _pool_is_pinned() -> OverloadedError:
+    return OverloadedError(
+        "KV_CACHE_OOM: the KV pool is full of pinned tokens; raise option.kv_cache_memory_ratio or pin less"
+    )

@@ -1,0 +1,131 @@
+"""The running state of one answer to a request.
+
+Knows token ids, positions and times. Knows nothing of tensors, of other sequences or of the scheduler's choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvreuse.cache.hashing import BlockHasher
+from kvreuse.cache.lease import Lease
+from kvreuse.engine.detokenizer import Detokenizer
+from kvreuse.engine.sampler import SamplingState
+from kvreuse.types import CacheFacts, Completion, FinishReason, OnEvent, Request, Tier, TokenLogprob
+
+__all__ = ["Answers", "Sequence"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer: its tokens so far, the KV it holds and how far it has been computed.
+
+    token_ids:           [0 ............ prompt)[prompt ... generated)
+    KV exists for:       [0 ........ num_computed_tokens)
+    in tree nodes:       [0 .... lease.num_committed_tokens)
+    """
+
+    answers: Answers
+    index: int
+    token_ids: list[int]
+    hasher: BlockHasher
+    sampling: SamplingState
+    detokenizer: Detokenizer
+    lease: Lease | None = None
+    num_computed_tokens: int = 0
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    passed_over_s: float | None = None
+
+    @property
+    def request(self) -> Request:
+        """What the client sent."""
+        return self.answers.request
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV does not exist yet: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """How many tokens may still be sampled."""
+        return self.request.sampling.max_new_tokens - self.num_generated_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete or given up."""
+        return self.finish_reason is not None
+
+    def hashes(self) -> list[bytes]:
+        """Chained hashes of the whole blocks of `token_ids`."""
+        self.hasher.extend(self.token_ids[self.hasher.num_tokens :])
+        return self.hasher.hashes
+
+    def completion(self) -> Completion:
+        """The answer as it stands."""
+        return Completion(
+            index=self.index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            logprobs=tuple(self.logprobs),
+        )
+
+
+class Answers:
+    """A request on its way: its sequences, its clock and the cache facts of the first sequence admitted."""
+
+    def __init__(self, request: Request, on_event: OnEvent, clock: Callable[[], float]) -> None:
+        self.request = request
+        self.on_event = on_event
+        self.sequences: list[Sequence] = []
+        self._clock = clock
+        self.arrival_s = clock()
+        self._admitted_s: float | None = None
+        self._first_token_s: float | None = None
+        self._lease: Lease | None = None
+        self._lookup_s = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence is."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def admitted(self, lease: Lease, *, lookup_s: float) -> None:
+        """The first admission of the request fixes what is reported of the cache."""
+        self._lookup_s += lookup_s
+        if self._lease is None:
+            self._lease, self._admitted_s = lease, self._clock()
+
+    def got_token(self) -> None:
+        """A token of any answer was sampled."""
+        if self._first_token_s is None:
+            self._first_token_s = self._clock()
+
+    def facts(self) -> CacheFacts:
+        """What the caller is told."""
+        lease, now = self._lease, self._clock()
+        num_cached = lease.num_cached_tokens if lease else 0
+        return CacheFacts(
+            prompt_tokens=len(self.request.token_ids),
+            cached_tokens=num_cached,
+            tier=Tier.DEVICE if num_cached else Tier.NONE,
+            miss_reason=lease.miss_reason if lease else None,
+            diverged_at=lease.diverged_at if lease else None,
+            lookup_ms=self._lookup_s * 1e3,
+            queue_ms=((now if self._admitted_s is None else self._admitted_s) - self.arrival_s) * 1e3,
+            ttft_ms=((now if self._first_token_s is None else self._first_token_s) - self.arrival_s) * 1e3,
+        )
