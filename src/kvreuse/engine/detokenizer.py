@@ -1,0 +1,151 @@
+"""Token ids of one answer, one at a time, to text that is safe to show.
+
+Knows when text may still change (half a character, the beginning of a stop string). Knows nothing of requests,
+models or how text is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvreuse.engine.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer"]
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_CHAR_TOKENS = 4  # UTF-8 spells a character with at most four bytes, and a token has at least one
+
+
+class Detokenizer:
+    """The parts that `push` and `flush` return join to `tokenizer.decode(all ids)`, cut at the first stop string.
+
+    stop: of several, the one that is complete first wins, of those the longest. Empty ones are ignored.
+    prompt_ids: when the answer continues visible text of the prompt, its first word keeps its leading space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stops = _StopStrings(stop)
+        # `_ids` is [context | pending]: the text of the context is out, that of the pending ids is not.
+        self._ids: list[int] = _visible_tail(tokenizer, prompt_ids)
+        self._num_context = len(self._ids)
+        # A character that the prompt leaves half done is not out yet.
+        self._context_text = tokenizer.decode(self._ids).removesuffix(REPLACEMENT)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete. Nothing more comes out then."""
+        return self._stops.found is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the answer."""
+        return self._stops.found
+
+    def push(self, token_id: int) -> str:
+        """Take the next id; return the text that is certain now, often none."""
+        if self.stopped or not self._tokenizer.is_visible(token_id):
+            return ""
+        self._ids.append(token_id)
+        if self._tokenizer.is_byte(token_id):
+            # One wrong byte spoils its whole run, so nothing of a run is certain before its end.
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(REPLACEMENT) and not self._tokenizer.has_byte_fallback:
+            return self._push_unfinished(text)
+        return self._emit(text, num_ids=len(self._ids))
+
+    def flush(self) -> str:
+        """The answer is over: return all that was held back."""
+        if self.stopped:
+            return ""
+        text = self._emit(self._tokenizer.decode(self._ids), num_ids=len(self._ids))
+        return text + ("" if self.stopped else self._stops.release())
+
+    def _push_unfinished(self, text: str) -> str:
+        """The last character may be half done: emit what lies before, if that is a long way back."""
+        num_ids = len(self._ids)
+        if num_ids - self._num_context <= 2 * MAX_CHAR_TOKENS:
+            return ""
+        for split in range(num_ids - 1, num_ids - 1 - MAX_CHAR_TOKENS, -1):
+            head = self._tokenizer.decode(self._ids[:split])
+            if head + self._tokenizer.decode(self._ids[split:]) == text:
+                return self._emit(head, num_ids=split)
+        # Not a byte-level vocabulary: there the character is what the token says.
+        return self._emit(text, num_ids=num_ids)
+
+    def _emit(self, text: str, *, num_ids: int) -> str:
+        """`text` is that of the first `num_ids` ids, which end between two characters."""
+        new_text = text[len(self._context_text) :]
+        if not new_text:
+            return ""
+        # One id that shows is context enough: whether a space leads the next one depends on nothing else.
+        self._ids = self._ids[num_ids - 1 :]
+        self._num_context = 1
+        self._context_text = self._tokenizer.decode(self._ids[:1])
+        return self._stops.feed(new_text)
+
+
+class _StopStrings:
+    """Looks for stop strings in text that comes in pieces: one Knuth-Morris-Pratt automaton for each."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stops = sorted({text for text in stop if text}, key=len, reverse=True)
+        self._borders = [_borders(text) for text in self._stops]
+        # How many characters of each stop string the text so far ends with.
+        self._matched = [0] * len(self._stops)
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Return what cannot be part of a stop string any more; sets `found` and drops the rest when one is there."""
+        if not self._stops:
+            return text
+        for end, character in enumerate(text, start=1):
+            self._advance(character)
+            if self.found is not None:
+                seen = self._held + text[:end]
+                self._held = ""
+                return seen[: -len(self.found)]
+        seen = self._held + text
+        num_safe = len(seen) - max(self._matched)
+        self._held = seen[num_safe:]
+        return seen[:num_safe]
+
+    def release(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> None:
+        for index, stop in enumerate(self._stops):
+            matched, borders = self._matched[index], self._borders[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            self._matched[index] = matched
+            if matched == len(stop):
+                self.found = stop
+                return
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
+            length = borders[length - 1]
+        length += text[index] == text[length]
+        borders[index] = length
+    return borders
+
+
+def _visible_tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The last ids of the prompt that show; none when it ends in a special token, which begins a new text."""
+    tail: list[int] = []
+    for token_id in reversed(prompt_ids):
+        is_enough = len(tail) >= MAX_CHAR_TOKENS and not tokenizer.is_byte(token_id)
+        if is_enough or not tokenizer.is_visible(token_id):
+            break
+        tail.insert(0, token_id)
+    return tail

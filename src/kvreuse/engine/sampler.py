@@ -1,0 +1,251 @@
+"""From logits to the next token of every sequence of a batch.
+
+Knows logits and sampling parameters. Knows nothing of text, requests or the KV store.
+
+Order of a row: logit bias, repetition penalty, presence and frequency penalty, mask, then (when not greedy)
+temperature, top_k, top_p, min_p, typical_p with the meanings of Transformers' logits processors. A row is computed
+from its own values only, so its tokens do not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvreuse.types import SamplingParams, TokenLogprob
+
+__all__ = ["SamplingState", "sample"]
+
+# Candidates looked at first when no top_k bounds them; enough for almost every top_p and min_p.
+NUM_PROBED = 1024
+# Below it the best token takes everything, and dividing by much less would overflow.
+MIN_TEMPERATURE = 1e-5
+
+
+class SamplingState:
+    """What one answer's sampling remembers between steps.
+
+    prompt_ids: for the repetition penalty.
+    index: which of the `n` answers; each draws its own numbers from one seed.
+    mask: called before each draw; gives the allowed tokens as bool [vocab] with at least one True, or None for all.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        index: int = 0,
+        mask: Callable[[], Tensor | None] | None = None,
+    ) -> None:
+        self.params = params
+        self.mask = mask
+        self.is_greedy = params.temperature <= 0
+        self.has_penalties = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self.is_plain = not (self.has_penalties or params.logit_bias or mask)
+        # One number per token is drawn, so that neither the batch nor the device changes what a seed gives.
+        self._random = random.Random() if params.seed is None else random.Random(f"{params.seed}/{index}")
+        self._token_ids = list(prompt_ids) if self.has_penalties else []
+        self._num_prompt = len(self._token_ids)
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+
+    def draw(self) -> float:
+        """The next random number, in [0, 1)."""
+        return self._random.random()
+
+    def record(self, token_id: int) -> None:
+        """Remember a generated token for the penalties. `sample` does it for the tokens that it returns."""
+        if not self.has_penalties:
+            return
+        self._token_ids.append(token_id)
+        if self._seen is not None and self._counts is not None and token_id < len(self._seen):
+            self._seen[token_id] = True
+            self._counts[token_id] += 1
+
+    def history(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(seen: bool [vocab], in prompt or answer; counts: float32 [vocab], in the answer) for logits [n, vocab]."""
+        if self._seen is None or self._counts is None or self._seen.device != logits.device:
+            vocab = logits.shape[-1]
+            token_ids = torch.tensor(self._token_ids, dtype=torch.long)
+            # Ids beyond the model's vocabulary can be in the prompt but are never generated.
+            counts = torch.bincount(token_ids[self._num_prompt :].clamp(max=vocab), minlength=vocab + 1)
+            seen = torch.bincount(token_ids.clamp(max=vocab), minlength=vocab + 1) > 0
+            self._seen = seen[:vocab].to(logits.device)
+            self._counts = counts[:vocab].to(logits.device, torch.float32)
+        return self._seen, self._counts
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprob | None]]:
+    """Choose a token per row and record it in the row's state.
+
+    logits: float32 [len(rows), vocab], left unchanged. Logprobs are those of the model's own distribution, before
+    any bias, penalty, temperature or filter.
+    """
+    if not rows:
+        return [], []
+    token_ids = _choose(logits, rows)
+    for row, token_id in zip(rows, token_ids, strict=True):
+        row.record(token_id)
+    return token_ids, _logprobs(logits, rows, token_ids)
+
+
+def _choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[int]:
+    scores = logits if all(row.is_plain for row in rows) else _adjusted(logits, rows)
+    if all(row.is_greedy for row in rows):
+        return _as_ints(scores.argmax(-1))
+    chosen = scores.argmax(-1)
+    unfiltered = [i for i, row in enumerate(rows) if not row.is_greedy and not _has_filter(row.params)]
+    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and _has_filter(row.params)]
+    for indices, draw in ((unfiltered, _draw), (filtered, _draw_filtered)):
+        if indices:
+            chosen[indices] = draw(scores[indices], [rows[i] for i in indices])
+    return _as_ints(chosen)
+
+
+def _has_filter(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """A copy of the logits [n, vocab] with bias, penalties and mask applied."""
+    scores = logits.clone()
+    for index, row in enumerate(rows):
+        bias = {i: value for i, value in row.params.logit_bias.items() if 0 <= i < scores.shape[-1]}
+        if bias:
+            scores[index, list(bias)] += scores.new_tensor(list(bias.values()))
+    _penalise(scores, rows)
+    for index, row in enumerate(rows):
+        allowed = row.mask() if row.mask is not None else None
+        if allowed is not None:
+            scores[index].masked_fill_(~allowed.to(scores.device), -torch.inf)
+    return scores
+
+
+def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> None:
+    indices = [i for i, row in enumerate(rows) if row.has_penalties]
+    if not indices:
+        return
+    chosen = [rows[i] for i in indices]
+    histories = [row.history(scores) for row in chosen]
+    seen = torch.stack([seen for seen, _ in histories])
+    counts = torch.stack([counts for _, counts in histories])
+    part = scores[indices]
+    repetition = _column(part, [row.params.repetition_penalty for row in chosen])
+    part = torch.where(seen, torch.where(part < 0, part * repetition, part / repetition), part)
+    part -= counts * _column(part, [row.params.frequency_penalty for row in chosen])
+    part -= (counts > 0) * _column(part, [row.params.presence_penalty for row in chosen])
+    scores[indices] = part
+
+
+def _draw(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """Draw from the whole vocabulary. scores: [n, vocab]; returns token ids [n]."""
+    return _pick(_weights(_tempered(scores, rows)), rows)
+
+
+def _draw_filtered(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """Draw from what the filters leave. scores: [n, vocab]; returns token ids [n].
+
+    All filters but typical_p keep a run of the best candidates, so only as many are sorted as it takes to see its end.
+    """
+    tempered = _tempered(scores, rows)
+    total = _weights(tempered).sum(-1, keepdim=True)
+    num_candidates = max(row.params.top_k + 1 if row.params.top_k else NUM_PROBED for row in rows)
+    while True:
+        values, ids = _best(tempered, min(num_candidates, tempered.shape[-1]))
+        keep, is_open = _filter_best(values, total, rows)
+        if not is_open or values.shape == tempered.shape:
+            break
+        num_candidates *= 8
+    weights = _filter_typical(_weights(values) * keep, rows)
+    return ids.gather(-1, _pick(weights, rows)[:, None])[:, 0]
+
+
+def _tempered(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    return scores / _column(scores, [max(row.params.temperature, MIN_TEMPERATURE) for row in rows])
+
+
+def _weights(values: Tensor) -> Tensor:
+    """Probabilities up to a factor, float64, the best is 1."""
+    return (values - values.amax(-1, keepdim=True)).exp().double()
+
+
+def _best(scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """(values, ids), both [n, num_candidates], best first and among equals the lower id first."""
+    # topk orders equals as it likes; a draw must not depend on that.
+    ids = scores.topk(num_candidates, dim=-1).indices.sort(dim=-1).values
+    values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def _filter_best(values: Tensor, total: Tensor, rows: Sequence[SamplingState]) -> tuple[Tensor, bool]:
+    """(kept: bool [n, candidates], whether more candidates are needed to be sure) after top_k, top_p and min_p.
+
+    values: best first. total: [n, 1], the weight of the whole vocabulary.
+    """
+    weights = _weights(values)
+    top_k = torch.tensor([[row.params.top_k] for row in rows], device=values.device)
+    kth = values.gather(-1, (top_k - 1).clamp(min=0, max=values.shape[-1] - 1))
+    # Everything equal to the k-th best is in.
+    keep = (weights > 0) & ((values >= kth) | (top_k == 0))
+    is_last = values == values[:, -1:]
+    is_open = (keep & is_last & (top_k > 0)).any()
+    total = torch.where(top_k > 0, (weights * keep).sum(-1, keepdim=True), total)
+    top_p = _column(weights, [row.params.top_p for row in rows])
+    weight_before = weights.cumsum(-1) - weights
+    keep &= (weight_before < top_p * total) | (top_p >= 1)
+    keep &= weights >= _column(weights, [row.params.min_p for row in rows])
+    keep[:, 0] = True
+    return keep, bool(is_open | (keep & is_last).any())
+
+
+def _filter_typical(weights: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """Zero the weights [n, candidates] outside the typical set (Meister et al. 2022, arXiv:2202.00666)."""
+    if all(row.params.typical_p >= 1 for row in rows):
+        return weights
+    mass = _column(weights, [row.params.typical_p for row in rows])
+    probs = weights / weights.sum(-1, keepdim=True)
+    entropy = -torch.xlogy(probs, probs).sum(-1, keepdim=True)
+    distance = (-probs.log() - entropy).abs()
+    sorted_distance, order = distance.sort(dim=-1, stable=True)
+    num_below = (probs.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True)
+    limit = sorted_distance.gather(-1, num_below.clamp(max=weights.shape[-1] - 1))
+    return weights * ((distance <= limit) | (mass >= 1))
+
+
+def _pick(weights: Tensor, rows: Sequence[SamplingState]) -> Tensor:
+    """Positions [n] drawn in proportion to weights [n, candidates], by inverting the cumulated weights."""
+    cumulated = weights.cumsum(-1)
+    total = cumulated[:, -1:]
+    # Strictly below the total, so that a position of weight 0 is never met.
+    target = torch.minimum(_column(weights, [row.draw() for row in rows]) * total, total * (1 - 2**-52))
+    return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+
+
+def _logprobs(logits: Tensor, rows: Sequence[SamplingState], token_ids: Sequence[int]) -> list[TokenLogprob | None]:
+    reported: list[TokenLogprob | None] = [None] * len(rows)
+    wanted = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if not wanted:
+        return reported
+    logprobs = logits[list(wanted)].log_softmax(-1)
+    chosen = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
+    values = logprobs.gather(-1, chosen)[:, 0].tolist()
+    best, best_ids = (part.tolist() for part in _best(logprobs, min(max(wanted.values()), logits.shape[-1])))
+    for place, (index, num_top) in enumerate(wanted.items()):
+        top = tuple(zip(best_ids[place][:num_top], best[place][:num_top], strict=True))
+        reported[index] = TokenLogprob(token_id=token_ids[index], logprob=values[place], top=top)
+    return reported
+
+
+def _column(like: Tensor, values: Sequence[float]) -> Tensor:
+    """[n, 1] in the dtype and on the device of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _as_ints(token_ids: Tensor) -> list[int]:
+    return [int(token_id) for token_id in token_ids.tolist()]
