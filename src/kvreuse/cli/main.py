@@ -10,17 +10,16 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 from kvreuse import __version__
 from kvreuse.config.names import unknown
 from kvreuse.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "build_parser", "main"]
 
 # name -> (module with add_parser(subparsers) and run(args) -> exit code, help)
-_COMMANDS = {
+COMMANDS = {
     "serve": ("kvreuse.cli.serve", "serve a model"),
     "bench": ("kvreuse.ops.bench.cli", "measure what reuse brings"),
 }
@@ -51,34 +50,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _run(arguments: list[str]) -> int:
+def build_parser(command: str | None) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole parser, and the parser of each subcommand; only that of `command` knows its flags."""
     parser = _Parser(prog="kvreuse", description="KV reuse for templated prompts on SageMaker")
     parser.add_argument("--version", action="version", version=f"kvreuse {__version__}")
-    command = arguments[0] if arguments else "--help"
-    if command.startswith("-") and command not in _ROOT_FLAGS:
-        _refuse(command, parser)
-    if not command.startswith("-") and command not in _COMMANDS:
-        raise unknown("command", command, _COMMANDS)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    module: ModuleType | None = None
-    for name, (path, help_text) in _COMMANDS.items():
+    for name, (module, help_text) in COMMANDS.items():
         if name == command:
-            module = importlib.import_module(path)
-            module.add_parser(subparsers)
+            importlib.import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=help_text)
-    args, extras = parser.parse_known_args(arguments or ["--help"])
-    assert module is not None  # argparse has answered and left where the command line begins with a flag
+    return parser, dict(subparsers.choices)
+
+
+def _run(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else "--help"
+    if not command.startswith("-") and command not in COMMANDS:
+        raise unknown("command", command, COMMANDS, help_command="kvreuse --help")
+    parser, by_name = build_parser(command)
+    if command.startswith("-") and command not in _ROOT_FLAGS:
+        _refuse(command, parser)
+    args, extras = parser.parse_known_args(arguments or [command])
     if extras:
-        _refuse(extras[0], subparsers.choices[args.command])
-    code: int = module.run(args)
+        _refuse(extras[0], by_name[command])
+    code: int = importlib.import_module(COMMANDS[command][0]).run(args)
     return code
 
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> NoReturn:
     if not argument.startswith("-"):
         raise ConfigError(f"unexpected argument {argument}\nhint: {parser.prog} --help")
-    raise unknown("flag", argument.partition("=")[0], sorted(set(_LONG_FLAG.findall(parser.format_help()))))
+    known = sorted(set(_LONG_FLAG.findall(parser.format_help())))
+    raise unknown("flag", argument.partition("=")[0], known, help_command=f"{parser.prog} --help")
 
 
 if __name__ == "__main__":

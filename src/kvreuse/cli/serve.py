@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="serve a model",
         usage="kvreuse serve [-h] [--properties FILE] [--OPTION VALUE ...]",
         description="Serve a model. Flags win over OPTION_* variables, which win over serving.properties.",
-        epilog="Also accepted: --max-batch-size 8, --option.max_batch_size=8",
+        epilog="A dash may stand for an underscore, and option. before a name",
     )
     parser.add_argument("--properties", type=Path, metavar="FILE", help="serving.properties to read")
     for flag, name in FLAG_NAMES.items():

@@ -73,8 +73,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not known; its hint line names the nearest known one."""
+def unknown(what: str, name: str, known: Iterable[str], *, help_command: str = "kvreuse serve --help") -> ConfigError:
+    """The error for a name that is not known; its hint line names the nearest known one, or where to find them all."""
     likely = nearest(name, known)
-    hint = f"did you mean {likely}?" if likely else "kvreuse serve --help lists every option"
+    hint = f"did you mean {likely}?" if likely else f"{help_command} lists what is known"
     return ConfigError(f"unknown {what} {name}\nhint: {hint}")
