@@ -4,9 +4,10 @@ BIN := .venv/bin
 # Idle OpenMP threads must sleep: two that spin on a busy two-core machine cost 10 to 50 times the time.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+.NOTPARALLEL:
 .PHONY: demo test check format serve bench clean
 
-demo: .venv/demo ## templates benchmark against the served demo model
+demo: .venv/demo
 	$(BIN)/kvreuse bench templates --templates 2 --variants 20 --concurrency 8
 
 test: .venv/demo .venv/dev
