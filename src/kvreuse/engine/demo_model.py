@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 import warnings
@@ -17,6 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging as hf_logging
+
+from kvreuse.config import user_cache_dir
 from kvreuse.errors import ConfigError
 
 __all__ = ["demo_model_path", "quiet_transformers"]
@@ -33,10 +37,10 @@ def demo_model_path(cache_dir: Path | None = None) -> Path:
     """The folder of the checkpoint (config, safetensors, tokenizer, chat template, generation config).
 
     The first call converts the packaged GGUF file (about 20 s, 260 MiB); later ones only look for the stamp.
-    Several processes may call it at once. `cache_dir` replaces `<user cache>/kvreuse`.
+    Several processes may call it at once. `cache_dir` replaces the user's own.
     Raises ConfigError when the package is not installed or the folder cannot be written.
     """
-    root = cache_dir if cache_dir is not None else _user_cache_dir() / "kvreuse"
+    root = cache_dir if cache_dir is not None else user_cache_dir()
     folder = root / f"smollm2-135m-instruct-v{LAYOUT_VERSION}"
     if not (folder / STAMP).is_file():
         source = _packaged_gguf()
@@ -45,12 +49,6 @@ def demo_model_path(cache_dir: Path | None = None) -> Path:
         except OSError as error:
             raise ConfigError(f"the demo model cannot be written to {root}: {error.strerror or error}") from error
     return folder
-
-
-def _user_cache_dir() -> Path:
-    name = "$XDG_CACHE_HOME"
-    expanded = os.path.expandvars(name)
-    return Path(expanded) if expanded not in ("", name) else Path.home() / ".cache"
 
 
 def _packaged_gguf() -> Path:
@@ -85,8 +83,6 @@ def _make_atomically(source: Path, folder: Path) -> None:
 
 def _convert(source: Path, folder: Path) -> None:
     """Unpack the GGUF to bfloat16, the dtype the model was trained in."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     with quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         model = AutoModelForCausalLM.from_pretrained(
@@ -105,8 +101,6 @@ def _convert(source: Path, folder: Path) -> None:
 
 def _restore_digit_splitting(tokenizer: Any) -> None:
     """GGUF names this pre-tokenizer only as "smollm"; Transformers' conversion loses its first half."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
@@ -115,8 +109,6 @@ def _restore_digit_splitting(tokenizer: Any) -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence Transformers' progress bars, log lines and warnings; the former state comes back at the end."""
-    from transformers.utils import logging as hf_logging
-
     verbosity = hf_logging.get_verbosity()
     had_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.ERROR)
