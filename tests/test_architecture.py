@@ -37,6 +37,7 @@ LIBRARY_USERS = {
     "prometheus_client": ("telemetry/",),
 }
 BROAD_EXCEPT_ALLOWED = ("engine/engine.py", "server/")
+TOOLKIT_HOOKS = {"transform_fn"}  # called by position, with the context last
 HEART = ("cache", "kv", "engine", "api", "server")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 50, 4
 MAX_HEART_LINES, MAX_SRC_LINES = 4000, 9000
@@ -78,9 +79,10 @@ def foreign_imports(path: str, tree: ast.Module) -> Iterator[str]:
 def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
     if path.startswith("config/"):
         return
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv", "expandvars"}
     for node in ast.walk(tree):
-        is_attribute = isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
-        is_import = isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} & {"environ", "getenv"}
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in names
+        is_import = isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}
         if is_attribute or is_import:
             yield f"{path}:{node.lineno}: reads the environment"
 
@@ -94,7 +96,7 @@ def long_or_wide_functions(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines"
         positional = [argument.arg for argument in node.args.posonlyargs + node.args.args]
         num_positional = len(positional) - (positional[:1] in (["self"], ["cls"]))
-        if num_positional > MAX_POSITIONAL:
+        if num_positional > MAX_POSITIONAL and node.name not in TOOLKIT_HOOKS:
             yield f"{path}:{node.lineno}: {node.name} takes {num_positional} positional parameters"
 
 
@@ -145,6 +147,7 @@ OFFENDERS = [
     (foreign_imports, "server/app.py", "import boto3"),
     (environment_reads, "engine/loader.py", "import os\nos.environ['X'] = '1'"),
     (environment_reads, "engine/loader.py", "from os import getenv"),
+    (environment_reads, "engine/loader.py", "import os\nos.path.expandvars('$X')"),
     (long_or_wide_functions, "kv/pool.py", "def f():\n" + "    x = 1\n" * 50),
     (long_or_wide_functions, "kv/pool.py", "class A:\n    def f(self, a, b, c, d, e): ..."),
     (broad_excepts, "kv/pool.py", "try:\n    f()\nexcept (ValueError, Exception):\n    pass"),
