@@ -1,0 +1,126 @@
+"""The Hugging Face schema of /invocations: {"inputs": ..., "parameters": {...}} -> Call.
+
+Knows the names that text-generation users know. Knows nothing of answers, tokens or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvreuse.api.call import Call, Prompt
+from kvreuse.api.fields import Fields, check_text
+from kvreuse.api.sagemaker_view import SageMakerView
+from kvreuse.errors import RequestError
+from kvreuse.types import SamplingParams
+
+__all__ = ["MAX_INPUTS", "PARAMETERS", "TOP_LEVEL", "parse"]
+
+MAX_INPUTS = 256
+MAX_TOKENS = 1_000_000
+TOP_LEVEL = ("inputs", "parameters", "stream")
+PARAMETERS = (
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+    "n",
+    "num_return_sequences",
+    "num_beams",
+    "truncate",
+    "return_full_text",
+    "details",
+    "logprobs",
+    "top_n_tokens",
+    "stream",
+    "kv_cache_reuse",
+)
+# Any of these asks for sampling unless do_sample says otherwise.
+_WARPERS = ("temperature", "top_k", "top_p", "typical_p", "min_p")
+
+
+def parse(body: Mapping[str, object], *, max_n: int, wants_stream: bool = False) -> Call:
+    """RequestError 400 names the field that is wrong and what it may be. A bad item of a list spoils only itself."""
+    top = Fields(body)
+    top.refuse_unknown(TOP_LEVEL)
+    fields = Fields(top.mapping("parameters"), where="parameters")
+    fields.refuse_unknown(PARAMETERS)
+    sampling = _sampling(fields, max_n=max_n)
+    is_stream = top.flag("stream", default=fields.flag("stream", default=wants_stream))
+    prompts = _prompts(body.get("inputs"))
+    if is_stream and (len(prompts) > 1 or sampling.n > 1):
+        raise RequestError("a stream carries one answer: send one input and n = 1", param="stream")
+    view = SageMakerView(
+        prompts=prompts if fields.flag("return_full_text", default=False) else (),
+        is_list=isinstance(body.get("inputs"), list),
+        has_details=fields.flag("details", default=False) or sampling.logprobs is not None,
+        n=sampling.n,
+        seed=sampling.seed,
+    )
+    truncate = fields.integer("truncate", default=0, low=1, high=MAX_TOKENS)
+    return Call(
+        prompts=prompts,
+        sampling=sampling,
+        view=view,
+        is_stream=is_stream,
+        reuse=fields.flag("kv_cache_reuse", default=True),
+        max_prompt_tokens=truncate or None,
+        is_length_open=fields.values.get("max_new_tokens") is None,
+    )
+
+
+def _prompts(inputs: object) -> tuple[Prompt, ...]:
+    if isinstance(inputs, str):
+        return (check_text(inputs, param="inputs"),)
+    if not isinstance(inputs, list) or not 1 <= len(inputs) <= MAX_INPUTS:
+        raise RequestError(f"inputs must be a string or an array of 1 to {MAX_INPUTS} strings", param="inputs")
+    return tuple(_item(item, number) for number, item in enumerate(inputs))
+
+
+def _item(item: object, number: int) -> Prompt:
+    try:
+        return check_text(item, param=f"inputs[{number}]")
+    except RequestError as error:
+        return error
+
+
+def _sampling(fields: Fields, *, max_n: int) -> SamplingParams:
+    if fields.integer("num_beams", default=1, low=1, high=1_000) > 1:
+        raise RequestError(
+            "num_beams must be 1: beams reorder the KV at every step, which shared prefixes rule out; use n",
+            param="parameters.num_beams",
+        )
+    is_sampled = fields.flag("do_sample", default=any(fields.values.get(name) is not None for name in _WARPERS))
+    has_seed = fields.values.get("seed") is not None
+    num_sequences = fields.integer("num_return_sequences", default=1, low=1, high=max_n)
+    return SamplingParams(
+        max_new_tokens=fields.integer("max_new_tokens", default=256, low=1, high=MAX_TOKENS),
+        temperature=fields.number("temperature", default=1.0, low=0, high=100) * is_sampled,
+        top_k=fields.integer("top_k", default=0, low=0, high=MAX_TOKENS),
+        top_p=fields.number("top_p", default=1.0, low=0, high=1, above_low=True),
+        typical_p=fields.number("typical_p", default=1.0, low=0, high=1, above_low=True),
+        min_p=fields.number("min_p", default=0.0, low=0, high=1),
+        repetition_penalty=fields.number("repetition_penalty", default=1.0, low=0, high=100, above_low=True),
+        presence_penalty=fields.number("presence_penalty", default=0.0, low=-2, high=2),
+        frequency_penalty=fields.number("frequency_penalty", default=0.0, low=-2, high=2),
+        stop=fields.texts("stop", max_items=16),
+        stop_token_ids=fields.token_ids("stop_token_ids", max_items=64),
+        ignore_eos=fields.flag("ignore_eos", default=False),
+        seed=fields.integer("seed", default=0, low=0, high=2**63 - 1) if has_seed else None,
+        logprobs=_logprobs(fields),
+        n=fields.integer("n", default=num_sequences, low=1, high=max_n),
+    )
+
+
+def _logprobs(fields: Fields) -> int | None:
+    num_alternatives = fields.integer("top_n_tokens", default=0, low=1, high=20)
+    return num_alternatives or (0 if fields.flag("logprobs", default=False) else None)

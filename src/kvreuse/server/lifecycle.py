@@ -1,0 +1,118 @@
+"""Start and end of the one process: bind the port, load behind it, drain on SIGTERM.
+
+Knows the configuration, uvicorn and signals. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import uvicorn
+
+from kvreuse.config import DEFAULT_MODEL_DIR, Config
+from kvreuse.errors import ConfigError, KVReuseError
+from kvreuse.server import handler
+from kvreuse.server.app import create_app
+from kvreuse.server.host import Host
+from kvreuse.server.replies import log_fault
+from kvreuse.server.service import Service
+from kvreuse.server.toolkit import Toolkit
+
+__all__ = ["DRAIN_S", "main"]
+
+# SIGKILL comes 30 s after SIGTERM: finish for DRAIN_S, then abort, with some seconds left to say so.
+DRAIN_S = 20.0
+_ANSWER_S = 4
+_LOG = logging.getLogger(__name__)
+
+
+def main(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT. 0 after an orderly end, 1 when the port or the model cannot be had."""
+    handler.process.config = config
+    stats = handler.process.stats
+    host = Host(stats=stats, max_concurrency=config.concurrency(), read_timeout_s=config.request_timeout_s)
+    try:
+        listener = _bind(config)
+    except OSError as error:
+        return _refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}")
+    _allow_many_connections()
+    server = _Server(create_app(host))
+    loader = threading.Thread(target=server.load, args=(host, config), name="kvreuse-load", daemon=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises a signal again after its orderly end; this handler takes it, so that the exit code is ours.
+        signal.signal(number, server.handle_exit)
+    _LOG.info("listening on %s:%d, loading the model", *listener.getsockname()[:2])
+    loader.start()
+    server.run(sockets=[listener])
+    return server.exit_code
+
+
+def _bind(config: Config) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((config.host, config.port))
+    return listener
+
+
+def _allow_many_connections() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _refuse(sentence: str) -> int:
+    sys.stderr.write(f"kvreuse: error: {sentence}\n")
+    return 1
+
+
+def _model_dir(config: Config) -> str:
+    return config.model_id if Path(config.model_id).is_dir() else DEFAULT_MODEL_DIR
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with a model that loads beside it and an engine that is drained before the last answers leave."""
+
+    def __init__(self, app: object) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]  # Starlette is an ASGI application
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=int(DRAIN_S) + _ANSWER_S,
+            )
+        )
+        self.exit_code = 0
+        self._service: Service | None = None
+
+    def load(self, host: Host, config: Config) -> None:
+        """Load on this thread. A refusal is one sentence and the end of the process."""
+        try:
+            toolkit = Toolkit(entry_point=config.entry_point, model_dir=_model_dir(config))
+            toolkit.load()
+            self._service = handler.process.service
+            host.ready(toolkit, self._service)
+            _LOG.info("ready")
+        except ConfigError as error:
+            self._fail(error.message)
+        except Exception as error:
+            log_fault(error)
+            reason = error.message if isinstance(error, KVReuseError) else f"{type(error).__name__}: {error}"
+            self._fail(f"cannot load the model: {reason}".splitlines()[0])
+
+    def _fail(self, sentence: str) -> None:
+        self.exit_code = _refuse(sentence)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._service is not None:
+            stop = threading.Thread(target=self._service.engine.stop, kwargs={"drain_s": DRAIN_S}, daemon=True)
+            stop.start()
+        await super().shutdown(sockets)

@@ -1,0 +1,194 @@
+"""From a body to an Answer: parse it by its schema, tokenize, hand over to the engine; count and log the end.
+
+Knows the schemas and the engine. Knows nothing of HTTP, the toolkit or threads.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kvreuse.api import openai, sagemaker
+from kvreuse.api.call import Call, Chat, Meta, Prompt
+from kvreuse.api.facts import kv_cache
+from kvreuse.api.fields import parse_object
+from kvreuse.errors import KVReuseError, RequestError
+from kvreuse.server.answer import Answer
+from kvreuse.telemetry.request_log import RequestLog
+from kvreuse.telemetry.stats import Stats
+from kvreuse.types import Done, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from kvreuse.engine.engine import Engine
+
+__all__ = ["Limits", "Schema", "Service", "new_request_id"]
+
+
+class Schema(StrEnum):
+    """How a body is read. BY_SHAPE looks at which of messages, prompt and inputs it has."""
+
+    BY_SHAPE = "invocations"
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one call may take. Times in seconds."""
+
+    request_timeout_s: float = 55.0
+    stream_timeout_s: float = 450.0
+    max_n: int = 16
+
+
+_PARSERS = {"messages": openai.parse_chat, "prompt": openai.parse_completion, "inputs": sagemaker.parse}
+_SUBJECTS = {Schema.CHAT: "messages", Schema.COMPLETION: "prompt"}
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+class Service:
+    """The engine as callers see it. Thread-safe."""
+
+    def __init__(self, engine: Engine, *, stats: Stats, log: RequestLog, limits: Limits | None = None) -> None:
+        self.engine = engine
+        self._stats = stats
+        self._log = log
+        self._limits = limits or Limits()
+
+    def answer(
+        self,
+        data: str | bytes | bytearray | Mapping[str, object],
+        *,
+        schema: Schema = Schema.BY_SHAPE,
+        request_id: str = "",
+        wants_stream: bool = False,
+    ) -> Answer:
+        """The answer to one body, not yet started. RequestError 400 or 422 when it cannot be understood."""
+        meta = self._meta(request_id or new_request_id())
+        try:
+            call = self._parse(data, schema, wants_stream=wants_stream)
+            items = tuple(self._items(call, meta.request_id))
+        except KVReuseError as error:
+            self._log_end(schema, meta.request_id, error=error)
+            raise
+        return Answer(
+            self.engine,
+            items,
+            view=call.view,
+            meta=meta,
+            is_stream=call.is_stream,
+            timeout_s=self._limits.stream_timeout_s if call.is_stream else self._limits.request_timeout_s,
+            on_end=lambda answer, error: self._end(schema, answer, error),
+        )
+
+    def _meta(self, request_id: str) -> Meta:
+        engine = self.engine
+        return Meta(
+            request_id=request_id,
+            model=engine.model_name,
+            created=int(time.time()),
+            token_text=engine.tokenizer.token_text,
+        )
+
+    def _parse(
+        self, data: str | bytes | bytearray | Mapping[str, object], schema: Schema, *, wants_stream: bool
+    ) -> Call:
+        body = data if isinstance(data, Mapping) else parse_object(data)
+        if schema is Schema.BY_SHAPE:
+            subjects = [name for name in _PARSERS if name in body]
+            if len(subjects) != 1:
+                raise RequestError("the body must have exactly one of inputs, messages and prompt", param="inputs")
+            subject = subjects[0]
+        else:
+            subject = _SUBJECTS[schema]
+        return _PARSERS[subject](body, max_n=self._limits.max_n, wants_stream=wants_stream)
+
+    def _items(self, call: Call, request_id: str) -> Iterator[Request | KVReuseError]:
+        is_single = len(call.prompts) == 1
+        for number, prompt in enumerate(call.prompts):
+            try:
+                yield self._request(call, prompt, request_id if is_single else f"{request_id}-{number}")
+            except RequestError as error:
+                if is_single:
+                    raise
+                yield error
+
+    def _request(self, call: Call, prompt: Prompt, request_id: str) -> Request:
+        token_ids = self._encode(prompt)
+        if call.max_prompt_tokens is not None:
+            token_ids = token_ids[-call.max_prompt_tokens :]
+        if not token_ids:
+            raise RequestError("the prompt is empty: it must hold at least one token", param="inputs")
+        sampling: SamplingParams = call.sampling
+        if call.is_length_open:
+            room = max(1, self.engine.max_model_len - len(token_ids))
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        return Request(request_id=request_id, token_ids=token_ids, sampling=sampling, reuse=call.reuse)
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        tokenizer = self.engine.tokenizer
+        match prompt:
+            case RequestError():
+                raise prompt
+            case str():
+                return tokenizer.encode(prompt)
+            case Chat():
+                return tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
+            case _:
+                return prompt
+
+    def _end(self, schema: Schema, answer: Answer, error: KVReuseError | None) -> None:
+        results = answer.results
+        for result in results:
+            if isinstance(result, Done):
+                self._stats.record_request(
+                    result.facts,
+                    num_output_tokens=sum(len(c.token_ids) for c in result.completions),
+                    duration_s=answer.duration_s,
+                    finish_reason=result.completions[0].finish_reason.value if result.completions else "abort",
+                )
+            else:
+                self._stats.record_failure(result.type)
+        done = [result for result in results if isinstance(result, Done)]
+        self._log_end(
+            schema,
+            answer.meta.request_id,
+            error=error,
+            extra={
+                "stream": answer.is_stream,
+                "is_complete": len(results) == answer.num_prompts,
+                "num_failed": len(results) - len(done),
+                "finish_reasons": [c.finish_reason.value for result in done for c in result.completions],
+                "completion_tokens": sum(len(c.token_ids) for result in done for c in result.completions),
+                "duration_ms": round(answer.duration_s * 1000, 3),
+                **(kv_cache(answer.facts) if done else {}),
+            },
+        )
+
+    def _log_end(
+        self,
+        schema: Schema,
+        request_id: str,
+        *,
+        error: KVReuseError | None,
+        extra: Mapping[str, object] | None = None,
+    ) -> None:
+        """No message: it may name a field that the caller made up, and no text of a caller belongs in a log."""
+        self._log.write(
+            {
+                "event": "request",
+                "time": round(time.time(), 3),
+                "request_id": request_id,
+                "schema": schema.value,
+                "status": error.status if error else 200,
+                "error": error.type if error else None,
+                **(extra or {}),
+            }
+        )

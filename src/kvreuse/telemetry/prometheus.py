@@ -1,0 +1,109 @@
+"""Renders the counts of this process as Prometheus text.
+
+Knows names, units and label names of every metric. Knows nothing of who asks or how things are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvreuse.telemetry.stats import HISTOGRAMS, Labels, Stats, StatsSnapshot
+
+__all__ = ["METRICS", "MetricSpec", "Prometheus"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric. `source` is its name in Stats, or in the engine's snapshot where `is_engine`."""
+
+    name: str
+    kind: str
+    source: str
+    doc: str
+    labels: Labels = ()
+    is_engine: bool = False
+
+
+METRICS = (
+    MetricSpec("kvreuse_requests_total", "counter", "requests", "Requests that were answered", ("finish_reason",)),
+    MetricSpec("kvreuse_failures_total", "counter", "failures", "Requests that ended in an error", ("type",)),
+    MetricSpec("kvreuse_http_responses_total", "counter", "responses", "HTTP responses", ("route", "status")),
+    MetricSpec("kvreuse_prompt_tokens_total", "counter", "prompt_tokens", "Prompt tokens of answered requests"),
+    MetricSpec(
+        "kvreuse_cached_prompt_tokens_total",
+        "counter",
+        "cached_tokens",
+        "Prompt tokens served from the store",
+        ("tier",),
+    ),
+    MetricSpec("kvreuse_generated_tokens_total", "counter", "generated_tokens", "Tokens generated"),
+    MetricSpec("kvreuse_cache_misses_total", "counter", "misses", "Requests of which not every block hit", ("reason",)),
+    MetricSpec(
+        "kvreuse_time_to_first_token_seconds", "histogram", "ttft_s", "From arrival to the first token", ("cache",)
+    ),
+    MetricSpec("kvreuse_inter_token_latency_seconds", "histogram", "itl_s", "Mean time between tokens of a request"),
+    MetricSpec("kvreuse_request_duration_seconds", "histogram", "duration_s", "From arrival to the last token"),
+    MetricSpec("kvreuse_queue_time_seconds", "histogram", "queue_s", "From arrival to the first step"),
+    MetricSpec("kvreuse_lookup_time_seconds", "histogram", "lookup_s", "Time to match the prompt with the store"),
+    MetricSpec("kvreuse_up", "gauge", "up", "1 when the container can serve", is_engine=True),
+    MetricSpec("kvreuse_running_requests", "gauge", "running", "Sequences in the running batch", is_engine=True),
+    MetricSpec("kvreuse_waiting_requests", "gauge", "waiting", "Requests that wait for a place", is_engine=True),
+)
+
+_FAMILIES: dict[str, type[CounterMetricFamily] | type[GaugeMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+}
+
+
+class Prometheus(Collector):
+    """`engine_snapshot` gives the engine's own gauges and counters by their source name; missing ones are left out."""
+
+    def __init__(self, stats: Stats, engine_snapshot: Callable[[], Mapping[str, float]]) -> None:
+        self._stats = stats
+        self._engine_snapshot = engine_snapshot
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """Text exposition format 0.0.4."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot, engine = self._stats.snapshot(), self._engine_snapshot()
+        for spec in METRICS:
+            if spec.kind == "histogram":
+                yield _histogram(spec, snapshot)
+            elif not spec.is_engine:
+                yield _samples(
+                    spec, {labels: v for (name, labels), v in snapshot.counters.items() if name == spec.source}
+                )
+            elif spec.source in engine:
+                yield _samples(spec, {(): engine[spec.source]})
+
+
+def _samples(spec: MetricSpec, values: Mapping[Labels, float]) -> Metric:
+    family = _FAMILIES[spec.kind](spec.name, spec.doc, labels=spec.labels)
+    for labels, value in values.items() if values or spec.labels else [((), 0.0)]:
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(spec: MetricSpec, snapshot: StatsSnapshot) -> Metric:
+    family = HistogramMetricFamily(spec.name, spec.doc, labels=spec.labels)
+    bounds = [*(f"{bound:g}" for bound in HISTOGRAMS[spec.source]), "+Inf"]
+    for (name, labels), histogram in snapshot.histograms.items():
+        if name == spec.source:
+            buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+            family.add_metric(labels, buckets, sum_value=histogram.sum)
+    return family

@@ -1,0 +1,91 @@
+"""The server over a fake engine: in this process through ASGI, or on a real port where sockets matter."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fakes import FakeEngine
+
+from kvreuse.server import handler
+from kvreuse.server.app import create_app
+from kvreuse.server.host import Host
+from kvreuse.server.service import Limits, Service
+from kvreuse.server.toolkit import Toolkit
+from kvreuse.telemetry.request_log import RequestLog
+from kvreuse.telemetry.stats import Stats
+
+
+class Site:
+    """Everything of one server under test."""
+
+    def __init__(self, *, engine: FakeEngine | None = None, limits: Limits | None = None, **host: Any) -> None:
+        self.engine = engine or FakeEngine()
+        self.stats = Stats()
+        self.log = io.StringIO()
+        self.service = Service(self.engine, stats=self.stats, log=RequestLog(self.log), limits=limits)  # type: ignore[arg-type]
+        self.host = Host(stats=self.stats, **{"max_concurrency": 8, **host})
+        self.app = create_app(self.host)
+        self.url = ""
+
+    def load(self, *, entry_point: str = "no_such_handler", model_dir: str = "/nonexistent") -> None:
+        toolkit = Toolkit(entry_point=entry_point, model_dir=model_dir)
+        model = toolkit.load()
+        self.host.ready(toolkit, model if isinstance(model, Service) else None)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.getvalue().splitlines()]
+
+
+MakeSite = Callable[..., Site]
+
+
+@pytest.fixture
+def make_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSite]:
+    """A loaded Site on a real port. `model_fn` gives its service, as it would after a load."""
+    ends: list[Callable[[], None]] = []
+
+    def make(*, is_loaded: bool = True, **settings: Any) -> Site:
+        site = Site(**settings)
+        monkeypatch.setattr(handler.process, "service", site.service)
+        if is_loaded:
+            site.load()
+        server = uvicorn.Server(
+            uvicorn.Config(site.app, port=0, log_config=None, access_log=False, lifespan="off", server_header=False)
+        )
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            thread.join(0.005)
+        site.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+        def end() -> None:
+            site.engine.gate.set()
+            server.should_exit = True
+            server.force_exit = True
+            thread.join(10)
+            site.engine.stop(drain_s=0)
+
+        ends.append(end)
+        return site
+
+    yield make
+    for end in ends:
+        end()
+
+
+@pytest.fixture
+def site(make_site: MakeSite) -> Site:
+    return make_site()
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=site.url, timeout=20) as client:
+        yield client
