@@ -26,11 +26,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = _StopStrings(stop)
-        # `_ids` is [context | pending]: the text of the context is out, that of the pending ids is not.
+        # The end of the answer that may still matter, with at least one id before whatever is unfinished, and how many
+        # characters of its text are out. A character that the prompt leaves half done is not out yet.
         self._ids: list[int] = _visible_tail(tokenizer, prompt_ids)
-        self._num_context = len(self._ids)
-        # A character that the prompt leaves half done is not out yet.
-        self._context_text = tokenizer.decode(self._ids).removesuffix(REPLACEMENT)
+        self._num_shown = len(tokenizer.decode(self._ids).removesuffix(REPLACEMENT))
 
     @property
     def stopped(self) -> bool:
@@ -52,38 +51,42 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode(self._ids)
         if text.endswith(REPLACEMENT) and not self._tokenizer.has_byte_fallback:
-            return self._push_unfinished(text)
-        return self._emit(text, num_ids=len(self._ids))
+            return self._show_unfinished(text)
+        return self._show(text)
 
     def flush(self) -> str:
         """The answer is over: return all that was held back."""
         if self.stopped:
             return ""
-        text = self._emit(self._tokenizer.decode(self._ids), num_ids=len(self._ids))
+        text = self._show(self._tokenizer.decode(self._ids))
         return text + ("" if self.stopped else self._stops.release())
 
-    def _push_unfinished(self, text: str) -> str:
-        """The last character may be half done: emit what lies before, if that is a long way back."""
-        num_ids = len(self._ids)
-        if num_ids - self._num_context <= 2 * MAX_CHAR_TOKENS:
-            return ""
-        for split in range(num_ids - 1, num_ids - 1 - MAX_CHAR_TOKENS, -1):
-            head = self._tokenizer.decode(self._ids[:split])
-            if head + self._tokenizer.decode(self._ids[split:]) == text:
-                return self._emit(head, num_ids=split)
-        # Not a byte-level vocabulary: there the character is what the token says.
-        return self._emit(text, num_ids=num_ids)
-
-    def _emit(self, text: str, *, num_ids: int) -> str:
-        """`text` is that of the first `num_ids` ids, which end between two characters."""
-        new_text = text[len(self._context_text) :]
-        if not new_text:
-            return ""
-        # One id that shows is context enough: whether a space leads the next one depends on nothing else.
-        self._ids = self._ids[num_ids - 1 :]
-        self._num_context = 1
-        self._context_text = self._tokenizer.decode(self._ids[:1])
+    def _show(self, text: str) -> str:
+        """`text` is that of all `_ids`, and they end between two characters."""
+        new_text = text[self._num_shown :]
+        if new_text:
+            # One id that shows is context enough: whether a space leads the next one depends on nothing else.
+            self._ids = self._ids[-1:]
+            self._num_shown = len(self._tokenizer.decode(self._ids))
         return self._stops.feed(new_text)
+
+    def _show_unfinished(self, text: str) -> str:
+        """Only the last character may still change."""
+        new_text = text[self._num_shown : -1]
+        self._num_shown = len(text) - 1
+        if len(self._ids) > 2 * MAX_CHAR_TOKENS:
+            self._ids = self._ids[self._clean_split(text) - 1 :]
+            self._num_shown = len(self._tokenizer.decode(self._ids)) - 1
+        return self._stops.feed(new_text)
+
+    def _clean_split(self, text: str) -> int:
+        """The last place in `_ids` that lies between two characters."""
+        num_ids, decode = len(self._ids), self._tokenizer.decode
+        for split in range(num_ids - 1, num_ids - 1 - MAX_CHAR_TOKENS, -1):
+            if decode(self._ids[:split]) + decode(self._ids[split:]) == text:
+                return split
+        # Not a byte-level vocabulary: there a character never spans two tokens.
+        return num_ids - 1
 
 
 class _StopStrings:
