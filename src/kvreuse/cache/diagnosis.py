@@ -1,0 +1,55 @@
+"""Why a match ended where it did.
+
+Knows the tree and what left it. Looks only at what the caller's own tenant stored: a scope names its tenant, and hashes
+contain the scope. Changes nothing. Under the structure lock.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from kvreuse.cache.hashing import TOKEN_BYTES, extend_hashes
+from kvreuse.cache.node import Node, Query, Walk, common_prefix
+from kvreuse.cache.policy import GhostHistory
+from kvreuse.cache.tree import PrefixTree
+from kvreuse.types import MissReason
+
+__all__ = ["why_not_more"]
+
+# The most recently used only: a template may have any number of continuations.
+_MAX_EXAMINED = 16
+
+
+def why_not_more(tree: PrefixTree, ghosts: GhostHistory, *, query: Query, walk: Walk) -> tuple[MissReason, int | None]:
+    """The reason why the block after the walk's end did not match and, for DIVERGED, the first token that differs."""
+    ghost = ghosts.get(query.hashes[walk.num_blocks])
+    if ghost is not None:
+        return ghost.reason, None
+    reached = walk.node or tree.root(query.scope)
+    num_common = _longest_common(reached, query, begin=walk.num_blocks * tree.block_size)
+    if num_common > 0 or (num_common == 0 and walk.num_blocks > 0):
+        return MissReason.DIVERGED, walk.num_blocks * tree.block_size + num_common
+    if walk.num_blocks == 0 and _is_elsewhere(tree, query):
+        return MissReason.SCOPE, None
+    return MissReason.COLD, None
+
+
+def _longest_common(reached: Node | None, query: Query, *, begin: int) -> int:
+    """Tokens from `begin` on that the query shares with a continuation of `reached`; -1 when there is none."""
+    if reached is None:
+        return -1
+    rest = query.tokens[begin * TOKEN_BYTES :]
+    recent = islice(reversed(reached.children.values()), _MAX_EXAMINED)
+    return max((common_prefix(child.tokens, rest, unit=TOKEN_BYTES) for child in recent), default=-1)
+
+
+def _is_elsewhere(tree: PrefixTree, query: Query) -> bool:
+    """Is the first block cached under another model or adapter of the same tenant?"""
+    packed = query.tokens[: tree.block_size * TOKEN_BYTES]
+    for root in islice(tree.roots(query.scope.tenant), _MAX_EXAMINED):
+        hashes: list[bytes] = []
+        extend_hashes(hashes, packed, scope=root.scope, block_size=tree.block_size)
+        node = root.children.get(hashes[0])
+        if root.scope != query.scope and node is not None and node.tokens.startswith(packed):
+            return True
+    return False

@@ -1,0 +1,311 @@
+"""The prefix cache: match, pin, reserve, commit, release. The only face of this package that others need.
+
+Knows token ids, slots and scopes. Knows nothing of tensors: `move_slots` copies what a slot holds.
+
+Threads: any thread may call anything; a lease belongs to one thread at a time. For locks and their order see tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from threading import Lock, RLock
+
+from kvreuse.cache.diagnosis import why_not_more
+from kvreuse.cache.eviction import Evictor
+from kvreuse.cache.hashing import extend_hashes, pack_tokens
+from kvreuse.cache.integrity import check_store
+from kvreuse.cache.lease import Lease, join_run
+from kvreuse.cache.node import Node, Query, Walk
+from kvreuse.cache.placement import Placer
+from kvreuse.cache.policy import GhostHistory, make_policy, touch
+from kvreuse.cache.spans import Span, SpanAllocator
+from kvreuse.cache.tree import PrefixTree
+from kvreuse.cache.usage import Counters, StoreUsage, measure
+from kvreuse.errors import ConfigError
+from kvreuse.types import MissReason, Scope
+
+__all__ = ["PrefixCache"]
+
+_MAX_GHOSTS = 131_072
+
+
+class PrefixCache:
+    """Reuses the KV of whole blocks of `block_size` tokens, one slot per token, bytes_per_token bytes per slot.
+
+    ttl_s: seconds without use after which a block is dropped. tenant_quota_bytes: what one tenant may keep in nodes.
+    move_slots(src, dst, length): copies slots, overlapping ranges like memmove. Raises ConfigError for bad settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        block_size: int,
+        bytes_per_token: int,
+        move_slots: Callable[[int, int, int], None],
+        policy: str = "size_weighted_lru",
+        lru_weights: tuple[float, float] = (0.3, 0.7),
+        ttl_s: float = 14400.0,
+        tenant_quota_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if num_slots < 1 or block_size < 1 or bytes_per_token < 1:
+            raise ConfigError("num_slots, block_size and bytes_per_token must be at least 1")
+        self.block_size = block_size
+        self._bytes_per_token = bytes_per_token
+        self._ttl_s = ttl_s
+        self._quota_slots = None if tenant_quota_bytes is None else tenant_quota_bytes // bytes_per_token
+        self._clock = clock
+        self._structure = RLock()
+        self._leases: set[Lease] = set()
+        self._counters = Counters(Lock())
+        self._ghosts = GhostHistory(min(_MAX_GHOSTS, num_slots // block_size))
+        self._spans = SpanAllocator(num_slots)
+        self._tree = PrefixTree(self._spans, block_size=block_size)
+        sort_key = make_policy(policy, lru_weights=lru_weights)
+        self._evictor = Evictor(
+            self._tree, self._spans, sort_key=sort_key, counters=self._counters, ghosts=self._ghosts
+        )
+        self._placer = Placer(self._tree, self._spans, evictor=self._evictor, move_slots=move_slots)
+
+    def acquire(
+        self, token_ids: Sequence[int], *, scope: Scope, reuse: bool = True, hashes: list[bytes] | None = None
+    ) -> Lease:
+        """Match and pin the longest run of whole cached blocks from position 0 that leaves the last token out.
+
+        hashes: block_hashes(token_ids) when the caller has them; not kept and not changed.
+        """
+        if not reuse:
+            lease = self._open(scope, [], keeps=False)
+            lease.miss_reason = MissReason.DISABLED
+            return lease
+        query = self._query(token_ids, scope, hashes)
+        lease = self._open(scope, list(query.hashes), keeps=True)
+        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._use)
+        self._take(lease, walk)
+        if query.limit == 0:
+            lease.miss_reason = MissReason.BELOW_MIN
+        elif walk.num_blocks < query.limit:
+            with self._structure:
+                self._finish_match(lease, query, walk)
+        lease.num_cached_tokens = lease.num_committed_tokens
+        hit = lease.num_cached_tokens
+        self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
+        return lease
+
+    def peek(self, token_ids: Sequence[int], *, scope: Scope, hashes: list[bytes] | None = None) -> int:
+        """How many tokens would match now. Pins nothing, changes nothing."""
+        query = self._query(token_ids, scope, hashes)
+        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=None)
+        return (walk.num_blocks + walk.num_inside) * self.block_size
+
+    def reserve(self, lease: Lease, num_tokens: int, *, num_computed_tokens: int) -> bool:
+        """Give the lease private slots for positions [num_committed_tokens, num_tokens). False: not now.
+
+        Positions below num_computed_tokens keep their content wherever the span goes. In order: grow in place or move
+        to a hole; evict by policy just what is missing; slide unpinned nodes together.
+        """
+        num_slots = num_tokens - lease.num_committed_tokens
+        if num_slots <= lease.num_private_slots:
+            return True
+        num_live = min(max(num_computed_tokens - lease.num_committed_tokens, 0), lease.num_private_slots)
+        with self._structure:
+            self._check_open(lease)
+            has_room = self._placer.reserve(lease, num_slots, num_live=num_live, others=self._open_leases())
+            num_used = self._spans.num_slots - self._spans.num_free
+            self._counters.max_used_slots = max(self._counters.max_used_slots, num_used)
+        if not has_room:
+            self._counters.add(num_oom=1)
+        return has_room
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Give back the private slots of positions from num_tokens on."""
+        with self._structure:
+            keep = max(num_tokens - lease.num_committed_tokens, 0)
+            if lease.private is not None and keep < lease.private.length:
+                self._free_private(lease, lease.private, keep=keep)
+
+    def commit(self, lease: Lease, token_ids: Sequence[int], *, num_computed_tokens: int) -> int:
+        """Make nodes of the whole blocks among the computed tokens; returns how many blocks that were.
+
+        token_ids: the sequence from position 0, at least num_computed_tokens long. Blocks that another writer has
+        committed meanwhile are shared instead, and the lease's own slots for them freed. Stores nothing with reuse off,
+        after a purge, or over the tenant's quota.
+        """
+        size, begin, end = self.block_size, lease.num_committed_tokens, num_computed_tokens
+        if not begin <= end <= min(lease.room_end, len(token_ids)) and lease.keeps:
+            raise ValueError(f"cannot commit {end} tokens: {begin} are committed, {lease.room_end} have slots")
+        end -= end % size
+        if not lease.keeps or end <= begin:
+            return 0
+        known = min(len(lease.hashes) * size, end)
+        extend_hashes(lease.hashes, pack_tokens(token_ids[known:end]), scope=lease.scope, block_size=size)
+        with self._structure:
+            self._check_open(lease)
+            if self._tree.find(lease.hashes[begin // size]) is not None:
+                self._share(lease, token_ids, end)
+            if lease.keeps and lease.num_committed_tokens < end:
+                self._store(lease, pack_tokens(token_ids[lease.num_committed_tokens : end]), end)
+        return (lease.num_committed_tokens - begin) // size
+
+    def release(self, lease: Lease) -> None:
+        """Free the private span and unpin the chain. Does nothing the second time."""
+        with self._structure:
+            if lease.is_released:
+                return
+            lease.is_released = True
+            if lease.private is not None:
+                self._free_private(lease, lease.private, keep=0)
+            now, turnover = self._clock(), self._turnover()
+            for node in list(lease.chain()):
+                self._tree.unpin(node, lambda node: touch(node, now=now, turnover=turnover, uses=0))
+                self._evictor.offer(node)
+            lease.tail = lease.written = None
+            with self._counters.lock:
+                self._leases.discard(lease)
+
+    def purge(self, *, tenant: str | None = None) -> int:
+        """Drop everything (None) or all of one tenant; returns blocks. At once unfindable; pinned slots are freed with
+        their pins, and what is being computed now is not stored.
+        """
+        with self._structure:
+            for lease in self._open_leases():
+                if tenant is None or lease.scope.tenant == tenant:
+                    lease.keeps = False
+            return self._evictor.purge(self._tree.roots(tenant))
+
+    def expire(self) -> int:
+        """Drop what was not used for ttl_s and is not pinned; returns blocks."""
+        with self._structure:
+            fresh_after = self._fresh_after()
+            return sum(self._evictor.expire(root, fresh_after=fresh_after) for root in self._tree.roots(None))
+
+    def compact(self) -> int:
+        """Slide what is unpinned together; returns how many slots were copied."""
+        with self._structure:
+            return self._placer.compact()
+
+    def usage(self) -> StoreUsage:
+        with self._structure:
+            return measure(self._tree, self._spans, counters=self._counters, bytes_per_token=self._bytes_per_token,
+                           num_moves=self._placer.num_moves)  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when any two records of the store disagree. No acquire may be running."""
+        with self._structure:
+            check_store(self._tree, self._spans, self._evictor, leases=self._open_leases())
+
+    def _query(self, token_ids: Sequence[int], scope: Scope, hashes: list[bytes] | None) -> Query:
+        limit = max(len(token_ids) - 1, 0) // self.block_size
+        packed = pack_tokens(token_ids)
+        if hashes is None:
+            hashes = []
+            extend_hashes(hashes, packed, scope=scope, block_size=self.block_size)
+        return Query(hashes, packed, scope=scope, limit=limit)
+
+    def _open(self, scope: Scope, hashes: list[bytes], *, keeps: bool) -> Lease:
+        lease = Lease(scope, hashes=hashes, keeps=keeps, on_exit=self.release)
+        with self._counters.lock:
+            self._leases.add(lease)
+        return lease
+
+    def _open_leases(self) -> list[Lease]:
+        with self._counters.lock:
+            return list(self._leases)
+
+    def _take(self, lease: Lease, walk: Walk) -> None:
+        """The lease holds what the walk pinned."""
+        lease.tail = walk.node
+        lease.num_committed_tokens = walk.num_blocks * self.block_size
+        for start, length in walk.runs:
+            join_run(lease.node_runs, start, length)
+        walk.runs.clear()
+
+    def _finish_match(self, lease: Lease, query: Query, walk: Walk) -> None:
+        """Go on where whole nodes ended, now with the structure lock: part of a node, and why not more."""
+        self._match_rest(lease, query, walk)
+        if walk.num_blocks < query.limit:
+            lease.miss_reason, lease.diverged_at = why_not_more(self._tree, self._ghosts, query=query, walk=walk)
+
+    def _match_rest(self, lease: Lease, query: Query, walk: Walk) -> None:
+        fresh_after = self._fresh_after()
+        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._use)
+        if walk.stale is not None:
+            self._evictor.expire(walk.stale, fresh_after=fresh_after)
+        if walk.inside is not None and walk.num_inside:
+            upper = self._tree.split(walk.inside, walk.num_inside)
+            self._tree.pin(upper, self._use)
+            walk.runs.append((upper.span.start, upper.span.length))
+            walk.node = upper
+            walk.num_blocks += upper.num_blocks
+        self._counters.add(num_collisions=int(walk.is_collision))
+        self._take(lease, walk)
+
+    def _share(self, lease: Lease, token_ids: Sequence[int], end: int) -> None:
+        """Switch to the nodes that hold the same blocks already."""
+        begin = lease.num_committed_tokens
+        walk = Walk()
+        walk.node, walk.num_blocks = lease.tail, begin // self.block_size
+        query = Query(lease.hashes, pack_tokens(token_ids[:end]), scope=lease.scope, limit=end // self.block_size)
+        private = lease.private
+        self._match_rest(lease, query, walk)
+        shared = lease.num_committed_tokens - begin
+        if shared and private is not None:
+            front, lease.private = self._cut_private(private, shared)
+            self._spans.free(front)
+        # Its place in the index is taken by another block: this lease can store no more.
+        lease.keeps = not walk.is_collision
+
+    def _store(self, lease: Lease, packed: bytes, end: int) -> None:
+        """Blocks [num_committed_tokens, end) of the private span become a node, or more of the one written before."""
+        num_slots = end - lease.num_committed_tokens
+        if lease.private is None or not self._has_quota(lease.scope.tenant, num_slots):
+            return
+        span, lease.private = self._cut_private(lease.private, num_slots)
+        join_run(lease.node_runs, span.start, num_slots)
+        new = lease.hashes[lease.num_committed_tokens // self.block_size : end // self.block_size]
+        lease.num_committed_tokens = end
+        ghosts = [self._ghosts.forget(block_hash) for block_hash in new]
+        self._counters.num_committed_slots += num_slots
+        hashes, tail = b"".join(new), lease.tail
+        if tail is not None and tail is lease.written and self._tree.extend(tail, hashes, packed, span):
+            return
+        parent = self._tree.make_root(lease.scope) if tail is None else tail
+        # What returns after its eviction is known to be reused.
+        known = ghosts[0].frequency if ghosts[0] is not None else 0.0
+        lease.tail = lease.written = self._tree.add(
+            parent, hashes, packed, span=span, use=lambda node: self._use(node, num_uses=1.0 + known)
+        )
+
+    def _has_quota(self, tenant: str, num_slots: int) -> bool:
+        """May the tenant keep so much more? Evicts its own unpinned blocks when that helps."""
+        if self._quota_slots is None:
+            return True
+        excess = self._tree.tenant_slots.get(tenant, 0) + num_slots - self._quota_slots
+        return excess <= 0 or self._evictor.evict_tenant(tenant, excess) >= excess
+
+    def _cut_private(self, private: Span, num_slots: int) -> tuple[Span, Span | None]:
+        """(its first num_slots slots, what is left of it)."""
+        return (private, None) if num_slots == private.length else self._spans.split(private, num_slots)
+
+    def _free_private(self, lease: Lease, private: Span, *, keep: int) -> None:
+        if keep:
+            lease.private, private = self._spans.split(private, keep)
+        else:
+            lease.private = None
+        self._spans.free(private)
+
+    def _use(self, node: Node, *, num_uses: float = 1.0) -> None:
+        touch(node, now=self._clock(), turnover=self._turnover(), uses=num_uses)
+
+    def _turnover(self) -> float:
+        return self._counters.num_committed_slots / self._spans.num_slots
+
+    def _fresh_after(self) -> float:
+        return self._clock() - self._ttl_s
+
+    @staticmethod
+    def _check_open(lease: Lease) -> None:
+        if lease.is_released:
+            raise ValueError("the lease is released")
