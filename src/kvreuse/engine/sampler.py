@@ -235,11 +235,22 @@ def _logprobs(logits: Tensor, rows: Sequence[SamplingState], token_ids: Sequence
     logprobs = logits[list(wanted)].log_softmax(-1)
     chosen = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
     values = logprobs.gather(-1, chosen)[:, 0].tolist()
-    best, best_ids = (part.tolist() for part in _best(logprobs, min(max(wanted.values()), logits.shape[-1])))
+    best, best_ids = (part.tolist() for part in _first_best(logprobs, max(wanted.values())))
     for place, (index, num_top) in enumerate(wanted.items()):
         top = tuple(zip(best_ids[place][:num_top], best[place][:num_top], strict=True))
         reported[index] = TokenLogprob(token_id=token_ids[index], logprob=values[place], top=top)
     return reported
+
+
+def _first_best(scores: Tensor, num_wanted: int) -> tuple[Tensor, Tensor]:
+    """At least the best `num_wanted` of each row (or all), the same whatever else is in the batch."""
+    num_candidates = num_wanted + 1
+    while True:
+        values, ids = _best(scores, min(num_candidates, scores.shape[-1]))
+        # Of the values that equal the last one some may be missing; no matter when none of those is wanted.
+        if values.shape == scores.shape or bool((values[:, :num_wanted] > values[:, -1:]).all()):
+            return values, ids
+        num_candidates *= 8
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
