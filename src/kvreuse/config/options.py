@@ -127,7 +127,7 @@ class Config:
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        kinds.optional(kinds.byte_size(2**20)),
+        kinds.optional(kinds.byte_size(2**12)),
         "Memory that holds KV; auto takes kv_cache_memory_ratio of what is free",
         unit="bytes",
     )

@@ -12,7 +12,7 @@ from kvreuse.config import Config
 from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import NAME, register
-from kvreuse.engine.loader import configure_threads, load_model
+from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
 from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
@@ -22,7 +22,7 @@ from kvreuse.errors import ConfigError
 from kvreuse.kv.layout import KVLayout, num_slots_for
 from kvreuse.kv.pool import KVPool
 
-__all__ = ["EngineParts", "build"]
+__all__ = ["EngineParts", "assemble", "build"]
 
 log = logging.getLogger("kvreuse.engine")
 
@@ -55,7 +55,11 @@ def build(config: Config) -> EngineParts:
     if device.type == "cpu":
         configure_threads(config.num_threads)
     register()
-    loaded = load_model(config, device=device, attn_implementation=NAME)
+    return assemble(load_model(config, device=device, attn_implementation=NAME), config)
+
+
+def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
+    """The parts around a model that was loaded with the engine's attention."""
     layout = probe_layout(loaded.model)
     num_slots = num_slots_for(
         layout,

@@ -105,7 +105,7 @@ class Scheduler:
         assert sequence.lease is not None
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
         batch.append(Scheduled(sequence, sequence.lease, num_tokens))
-        if sequence.num_uncomputed_tokens > 1:
+        if sequence.num_computed_tokens < sequence.num_prompt_tokens:
             self.num_prefilled_tokens += num_tokens
         return num_tokens
 
@@ -139,7 +139,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence) -> bool:
         lease, num_tokens = sequence.lease, len(sequence.token_ids)
         assert lease is not None
-        if lease.num_reserved_tokens >= num_tokens:
+        if lease.room_end >= num_tokens:
             return True
         generous = num_tokens + max(0, min(sequence.num_remaining_tokens - 1, LOOKAHEAD))
         return any(

@@ -38,6 +38,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     passed_over_s: float | None = None
+    _num_hashed: int = 0
 
     @property
     def request(self) -> Request:
@@ -71,8 +72,9 @@ class Sequence:
 
     def hashes(self) -> list[bytes]:
         """Chained hashes of the whole blocks of `token_ids`."""
-        self.hasher.extend(self.token_ids[self.hasher.num_tokens :])
-        return self.hasher.hashes
+        new = self.token_ids[self._num_hashed :]
+        self._num_hashed += len(new)
+        return self.hasher.extend(new)
 
     def completion(self) -> Completion:
         """The answer as it stands."""
