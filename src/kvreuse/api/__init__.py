@@ -1,1 +1,1 @@
-"""."""
+"""Request and response schemas: Hugging Face and OpenAI, as pure functions and values."""

@@ -10,36 +10,15 @@ from collections.abc import Mapping
 from kvreuse.api.call import Call, Chat, Prompt
 from kvreuse.api.fields import Fields, check_text
 from kvreuse.api.openai_view import ChatView, TextView
+from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
 from kvreuse.errors import RequestError
-from kvreuse.types import SamplingParams
 
 __all__ = ["CHAT", "COMPLETION", "IGNORED", "parse_chat", "parse_completion"]
 
-MAX_TOKENS = 1_000_000
 MAX_PROMPTS = 256
+_MAX_TEMPERATURE = 2.0
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_COMMON = (
-    "model",
-    "stream",
-    "stream_options",
-    "n",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "logprobs",
-    "kv_cache_reuse",
-)
+_COMMON = (*SAMPLING_NAMES, "model", "stream", "stream_options", "max_tokens", "logprobs", "kv_cache_reuse")
 CHAT = (*_COMMON, "messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
 COMPLETION = (*_COMMON, "prompt", "best_of", "echo", "suffix")
 # OpenAI servers take these without an effect on the answer of a model like ours.
@@ -75,8 +54,12 @@ def parse_chat(body: Mapping[str, object], *, max_n: int, wants_stream: bool = F
     max_new_tokens = fields.integer("max_completion_tokens", default=max_tokens, low=1, high=MAX_TOKENS)
     return Call(
         prompts=(chat,),
-        sampling=_sampling(
-            fields, max_new_tokens=max_new_tokens, logprobs=num_top if wants_logprobs else None, max_n=max_n
+        sampling=read_sampling(
+            fields,
+            max_new_tokens=max_new_tokens,
+            max_temperature=_MAX_TEMPERATURE,
+            max_n=max_n,
+            logprobs=num_top if wants_logprobs else None,
         ),
         view=ChatView(includes_usage=_includes_usage(fields)),
         is_stream=fields.flag("stream", default=wants_stream),
@@ -98,9 +81,10 @@ def parse_completion(body: Mapping[str, object], *, max_n: int, wants_stream: bo
     has_logprobs = fields.values.get("logprobs") is not None
     return Call(
         prompts=_prompts(body.get("prompt")),
-        sampling=_sampling(
+        sampling=read_sampling(
             fields,
             max_new_tokens=fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS),
+            max_temperature=_MAX_TEMPERATURE,
             logprobs=fields.integer("logprobs", default=0, low=0, high=20) if has_logprobs else None,
             max_n=max_n,
         ),
@@ -111,39 +95,10 @@ def parse_completion(body: Mapping[str, object], *, max_n: int, wants_stream: bo
     )
 
 
-def _sampling(fields: Fields, *, max_new_tokens: int, logprobs: int | None, max_n: int) -> SamplingParams:
-    has_seed = fields.values.get("seed") is not None
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=fields.number("temperature", default=1.0, low=0, high=2),
-        top_p=fields.number("top_p", default=1.0, low=0, high=1, above_low=True),
-        top_k=fields.integer("top_k", default=0, low=0, high=MAX_TOKENS),
-        min_p=fields.number("min_p", default=0.0, low=0, high=1),
-        typical_p=fields.number("typical_p", default=1.0, low=0, high=1, above_low=True),
-        repetition_penalty=fields.number("repetition_penalty", default=1.0, low=0, high=100, above_low=True),
-        presence_penalty=fields.number("presence_penalty", default=0.0, low=-2, high=2),
-        frequency_penalty=fields.number("frequency_penalty", default=0.0, low=-2, high=2),
-        logit_bias=_logit_bias(fields),
-        stop=fields.texts("stop", max_items=16),
-        stop_token_ids=fields.token_ids("stop_token_ids", max_items=64),
-        ignore_eos=fields.flag("ignore_eos", default=False),
-        seed=fields.integer("seed", default=0, low=-(2**63), high=2**63 - 1) if has_seed else None,
-        logprobs=logprobs,
-        n=fields.integer("n", default=1, low=1, high=max_n),
-    )
-
-
 def _includes_usage(fields: Fields) -> bool:
     options = Fields(fields.mapping("stream_options"), where="stream_options")
     options.refuse_unknown(("include_usage", "include_obfuscation"))
     return options.flag("include_usage", default=False)
-
-
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    bias = Fields(fields.mapping("logit_bias"), where="logit_bias")
-    if len(bias.values) > 1024 or not all(key.isascii() and key.isdigit() and len(key) <= 9 for key in bias.values):
-        raise fields.error("logit_bias", "an object of up to 1024 token ids and biases")
-    return {int(key): bias.number(key, default=0.0, low=-100, high=100) for key in bias.values}
 
 
 def _prompts(value: object) -> tuple[Prompt, ...]:

@@ -6,34 +6,23 @@ Knows the names that text-generation users know. Knows nothing of answers, token
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvreuse.api.call import Call, Prompt
 from kvreuse.api.fields import Fields, check_text
 from kvreuse.api.sagemaker_view import SageMakerView
+from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
 from kvreuse.errors import RequestError
 from kvreuse.types import SamplingParams
 
 __all__ = ["MAX_INPUTS", "PARAMETERS", "TOP_LEVEL", "parse"]
 
 MAX_INPUTS = 256
-MAX_TOKENS = 1_000_000
 TOP_LEVEL = ("inputs", "parameters", "stream")
 PARAMETERS = (
+    *SAMPLING_NAMES,
     "max_new_tokens",
     "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "n",
     "num_return_sequences",
     "num_beams",
     "truncate",
@@ -100,25 +89,15 @@ def _sampling(fields: Fields, *, max_n: int) -> SamplingParams:
             param="parameters.num_beams",
         )
     is_sampled = fields.flag("do_sample", default=any(fields.values.get(name) is not None for name in _WARPERS))
-    has_seed = fields.values.get("seed") is not None
-    num_sequences = fields.integer("num_return_sequences", default=1, low=1, high=max_n)
-    return SamplingParams(
+    sampling = read_sampling(
+        fields,
         max_new_tokens=fields.integer("max_new_tokens", default=256, low=1, high=MAX_TOKENS),
-        temperature=fields.number("temperature", default=1.0, low=0, high=100) * is_sampled,
-        top_k=fields.integer("top_k", default=0, low=0, high=MAX_TOKENS),
-        top_p=fields.number("top_p", default=1.0, low=0, high=1, above_low=True),
-        typical_p=fields.number("typical_p", default=1.0, low=0, high=1, above_low=True),
-        min_p=fields.number("min_p", default=0.0, low=0, high=1),
-        repetition_penalty=fields.number("repetition_penalty", default=1.0, low=0, high=100, above_low=True),
-        presence_penalty=fields.number("presence_penalty", default=0.0, low=-2, high=2),
-        frequency_penalty=fields.number("frequency_penalty", default=0.0, low=-2, high=2),
-        stop=fields.texts("stop", max_items=16),
-        stop_token_ids=fields.token_ids("stop_token_ids", max_items=64),
-        ignore_eos=fields.flag("ignore_eos", default=False),
-        seed=fields.integer("seed", default=0, low=0, high=2**63 - 1) if has_seed else None,
+        max_temperature=100,
+        default_n=fields.integer("num_return_sequences", default=1, low=1, high=max_n),
+        max_n=max_n,
         logprobs=_logprobs(fields),
-        n=fields.integer("n", default=num_sequences, low=1, high=max_n),
     )
+    return sampling if is_sampled else replace(sampling, temperature=0.0)
 
 
 def _logprobs(fields: Fields) -> int | None:

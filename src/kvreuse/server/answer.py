@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from kvreuse.api.call import Meta, Result, View
 from kvreuse.api.facts import total
-from kvreuse.errors import DeadlineError, KVReuseError
-from kvreuse.types import CacheFacts, Delta, Done, Event, Failed, OnEvent, Request
+from kvreuse.errors import DeadlineError, KVReuseError, OverloadedError
+from kvreuse.types import CacheFacts, Delta, Done, Event, Failed, FinishReason, OnEvent, Request
 
 if TYPE_CHECKING:
     from kvreuse.engine.engine import Engine
@@ -163,9 +163,10 @@ class Answer:
     def _feed(self, number: int, event: Event) -> Iterator[bytes]:
         if isinstance(event, Delta):
             return self._lines(self._view.delta(number, event, self.meta))
-        self._results[number] = event.error if isinstance(event, Failed) else event
-        if isinstance(event, Failed) and self.is_stream:
-            raise event.error
+        result = _result(event)
+        self._results[number] = result
+        if isinstance(result, KVReuseError) and self.is_stream:
+            raise result
         return iter(())
 
     def _tail(self) -> Iterator[bytes]:
@@ -186,6 +187,15 @@ class Answer:
 
     def _too_late(self) -> DeadlineError:
         return DeadlineError(f"the answer was not finished within {self.timeout_s:g} s")
+
+
+def _result(event: Done | Failed) -> Result:
+    """An abort that reaches a caller who still waits is none of theirs: half an answer must not look whole."""
+    if isinstance(event, Failed):
+        return event.error
+    if any(completion.finish_reason is FinishReason.ABORT for completion in event.completions):
+        return OverloadedError("the server ended this request before it was finished; it can be sent again")
+    return event
 
 
 def _json(value: object) -> bytes:

@@ -52,9 +52,7 @@ def model_fn(model_dir: str) -> Service:
     return process.load(model_dir)
 
 
-def transform_fn(  # noqa: PLR0917  # the toolkit passes all five by position
-    model: Service, data: Any, content_type: str, accept: str, context: Any = None
-) -> Any:
+def transform_fn(model: Service, data: Any, content_type: str, accept: str, context: Any = None) -> Any:
     """Answer one body of JSON: an Answer in kvreuse's server, (body, content type) elsewhere.
 
     Raises KVReuseError where there is no context to put a status in.

@@ -20,12 +20,15 @@ from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.server.answer import Answer
 from kvreuse.telemetry.request_log import RequestLog
 from kvreuse.telemetry.stats import Stats
-from kvreuse.types import Done, Request, SamplingParams
+from kvreuse.types import Done, Request
 
 if TYPE_CHECKING:
     from kvreuse.engine.engine import Engine
 
 __all__ = ["Limits", "Schema", "Service", "new_request_id"]
+
+
+_LEFT = "disconnected"
 
 
 class Schema(StrEnum):
@@ -76,7 +79,8 @@ class Service:
             call = self._parse(data, schema, wants_stream=wants_stream)
             items = tuple(self._items(call, meta.request_id))
         except KVReuseError as error:
-            self._log_end(schema, meta.request_id, error=error)
+            self._stats.record_failure(error.type)
+            self._log_end(schema, meta.request_id, status=error.status, error=error.type)
             raise
         return Answer(
             self.engine,
@@ -126,7 +130,7 @@ class Service:
             token_ids = token_ids[-call.max_prompt_tokens :]
         if not token_ids:
             raise RequestError("the prompt is empty: it must hold at least one token", param="inputs")
-        sampling: SamplingParams = call.sampling
+        sampling = call.sampling
         if call.is_length_open:
             room = max(1, self.engine.max_model_len - len(token_ids))
             sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -145,26 +149,28 @@ class Service:
                 return prompt
 
     def _end(self, schema: Schema, answer: Answer, error: KVReuseError | None) -> None:
-        results = answer.results
-        for result in results:
-            if isinstance(result, Done):
-                self._stats.record_request(
-                    result.facts,
-                    num_output_tokens=sum(len(c.token_ids) for c in result.completions),
-                    duration_s=answer.duration_s,
-                    finish_reason=result.completions[0].finish_reason.value if result.completions else "abort",
-                )
-            else:
-                self._stats.record_failure(result.type)
-        done = [result for result in results if isinstance(result, Done)]
+        done = [result for result in answer.results if isinstance(result, Done)]
+        for result in done:
+            self._stats.record_request(
+                result.facts,
+                num_output_tokens=sum(len(c.token_ids) for c in result.completions),
+                duration_s=answer.duration_s,
+                finish_reason=result.completions[0].finish_reason.value,
+            )
+        failures = [result.type for result in answer.results if isinstance(result, KVReuseError)]
+        # What has no result was left: because of `error`, or because the caller went away.
+        num_left = answer.num_prompts - len(answer.results)
+        failures += [error.type if error else _LEFT] * num_left
+        for failure in failures:
+            self._stats.record_failure(failure)
         self._log_end(
             schema,
             answer.meta.request_id,
-            error=error,
+            status=error.status if error else 499 if num_left else 200,
+            error=error.type if error else _LEFT if num_left else None,
             extra={
                 "stream": answer.is_stream,
-                "is_complete": len(results) == answer.num_prompts,
-                "num_failed": len(results) - len(done),
+                "num_failed": len(failures),
                 "finish_reasons": [c.finish_reason.value for result in done for c in result.completions],
                 "completion_tokens": sum(len(c.token_ids) for result in done for c in result.completions),
                 "duration_ms": round(answer.duration_s * 1000, 3),
@@ -177,7 +183,8 @@ class Service:
         schema: Schema,
         request_id: str,
         *,
-        error: KVReuseError | None,
+        status: int,
+        error: str | None,
         extra: Mapping[str, object] | None = None,
     ) -> None:
         """No message: it may name a field that the caller made up, and no text of a caller belongs in a log."""
@@ -187,8 +194,8 @@ class Service:
                 "time": round(time.time(), 3),
                 "request_id": request_id,
                 "schema": schema.value,
-                "status": error.status if error else 200,
-                "error": error.type if error else None,
+                "status": status,
+                "error": error,
                 **(extra or {}),
             }
         )
