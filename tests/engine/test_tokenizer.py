@@ -118,7 +118,7 @@ def test_what_the_template_says_on_purpose_reaches_the_caller() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages[7].content.x }}", "{{ 'a' + 1 }}", "{{ 1 // 0 }}", "{{ range(10**9) }}", "{{ messages|map }}", "{% x"],
+    ["{{ messages[7].content.x }}", "{{ 'a' + 1 }}", "{{ 1 // 0 }}", "{{ range(10**9) }}", "{% x"],
 )
 def test_what_breaks_inside_a_template_is_a_request_error_without_details(template: str) -> None:
     with pytest.raises(RequestError) as caught:

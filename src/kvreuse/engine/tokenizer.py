@@ -18,7 +18,7 @@ from kvreuse.errors import RequestError
 __all__ = ["Tokenizer"]
 
 # What templates raise over messages of a shape that their author did not think of.
-RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Tokenizer:
