@@ -69,7 +69,7 @@ def test_a_half_made_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_failed_making_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_model, "_convert", refuse)
-    with pytest.raises(ConfigError, match="cannot be written to .*: No space left"):
+    with pytest.raises(ConfigError, match=r"cannot be written to .*: No space left"):
         demo_model_path(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

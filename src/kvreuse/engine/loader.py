@@ -103,8 +103,9 @@ def _refusals(hf_config: Any, *, max_model_len: int) -> Iterator[str]:
     has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
     if model_class is None and not has_own_code:
         yield "it is no causal language model"
-    # Bloom knows no other positions, so that its config does not mention them.
-    if text.model_type == "bloom" or getattr(text, "alibi", False):
+    # Bloom knows no other positions, so its config does not mention them.
+    has_alibi = getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False)
+    if has_alibi or text.model_type == "bloom":
         yield "it uses ALiBi positions"
     if getattr(text, "attn_logit_softcapping", None):
         yield "it caps attention scores (attn_logit_softcapping)"
