@@ -18,6 +18,7 @@ from kvreuse import PrefixStore
 from kvreuse.engine.demo_model import demo_model_path
 from kvreuse.errors import ConfigError, RequestError
 from kvreuse.kv import prefix_store as prefix_store_module
+from kvreuse.kv.prefix_index import Bucket, Entry
 
 B = 8
 NUM_NEW = 6
@@ -154,9 +155,9 @@ def test_a_prompt_that_diverges_inside_a_block_shares_only_the_blocks_before(lla
 
 
 def test_a_conversation_goes_on_from_the_answer_that_was_put(llama: Model) -> None:
-    store, ids = make_store(), prompt(2 * B)
+    store, ids = make_store(), prompt(3 * B - NUM_NEW)
     output = generate(llama, ids)
-    assert store.put(output.sequences, output.cache) == (2 * B + NUM_NEW - 1) // B * B
+    assert store.put(output.sequences, output.cache) == 2 * B  # the cache lacks the last of 3 * B tokens
     following = torch.cat([output.sequences, prompt(B, seed=9)], dim=1)
     assert torch.equal(answer(llama, store, following)[0], generate(llama, following).sequences)
 
@@ -197,6 +198,22 @@ def test_a_sliding_window_model_with_a_full_cache_is_matched_in_blocks_beyond_it
         store.put(ids, output.cache)
         assert n == num_cached
         assert torch.equal(output.sequences, generate(gemma, ids).sequences)
+
+
+def test_the_longer_of_blocks_and_snapshot_is_matched(gemma: Model) -> None:
+    store, ids = make_store(), prompt(6 * B)
+    for length in (2 * B, 4 * B):
+        store.put(ids[:, :length], run(gemma, ids[:, :length]))
+    assert [store.match(ids[:, :length])[1] for length in (6 * B, 3 * B)] == [4 * B, 2 * B]
+
+
+def test_a_conversation_of_an_uncuttable_cache_goes_on_from_the_answer_that_was_put(gemma: Model) -> None:
+    store, ids = make_store(), prompt(4 * B)
+    output = generate(gemma, ids)
+    assert store.put(output.sequences, output.cache) == 4 * B + NUM_NEW - 1
+    following = torch.cat([output.sequences, prompt(B, seed=9)], dim=1)
+    cache, _ = store.match(following)
+    assert torch.equal(generate(gemma, following, cache).sequences, generate(gemma, following).sequences)
 
 
 def test_putting_only_the_prompt_of_an_uncuttable_cache_stores_nothing_and_says_so(gemma: Model) -> None:
@@ -360,6 +377,39 @@ def test_a_hot_prompt_survives_a_flood_of_prompts_used_once(llama: Model) -> Non
     store.check_integrity()
 
 
+def test_a_growing_prompt_does_not_evict_its_own_beginning(llama: Model) -> None:
+    store = make_store(max_bytes=3 * block_bytes(llama), policy="lfu")
+    popular, growing = prompt(2 * B, seed=1), prompt(2 * B, seed=2)
+    for ids in (popular, growing[:, :B]):
+        store.put(ids, run(llama, ids))
+    for _ in range(5):
+        store.match(torch.cat([popular, prompt(1)], dim=1))
+    assert store.put(growing, run(llama, growing)) == 2 * B
+    store.check_integrity()
+
+
+def test_of_two_equals_the_deeper_block_is_evicted_first(llama: Model) -> None:
+    for deep_seed, flat_seed in ((1, 2), (2, 1)):
+        store = make_store(max_bytes=4 * block_bytes(llama), policy="lru", clock=lambda: 0.0)
+        deep, flat, new = prompt(3 * B, seed=deep_seed), prompt(B, seed=flat_seed), prompt(B, seed=3)
+        for ids in (deep, flat, new):
+            store.put(ids, run(llama, ids))
+        assert [store.match(torch.cat([ids, prompt(1)], dim=1))[1] for ids in (deep, flat)] == [2 * B, B]
+
+
+def test_blocks_are_not_hung_behind_one_that_was_evicted_meanwhile() -> None:
+    def block(i: int) -> Entry:
+        return Entry(block_hash=bytes([i]), token_ids=(i,), num_tokens=i, num_bytes=1, data=(), tenant="")
+
+    bucket, head, orphan = Bucket(), block(1), block(2)
+    with bucket.lock:
+        assert bucket.extend([], [head]) == [head]
+        assert bucket.remove(head)
+        assert bucket.extend([head], [orphan]) == []
+        bucket.check_integrity()
+        assert list(bucket.entries()) == []
+
+
 def test_a_prompt_larger_than_the_cap_keeps_its_leading_blocks(llama: Model) -> None:
     store, ids = make_store(max_bytes=2 * block_bytes(llama)), prompt(5 * B)
     assert store.put(ids, run(llama, ids)) == 2 * B
@@ -431,7 +481,7 @@ def in_threads(tasks: list[Callable[[], None]]) -> None:
 # --- scope, time, collisions ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", [{"tenant": "b"}, {"adapter": "x"}, {}])
+@pytest.mark.parametrize("scope", [{"tenant": "b"}, {"tenant": "a", "adapter": "x"}, {}])
 def test_another_scope_never_matches(llama: Model, scope: dict[str, str]) -> None:
     ids = prompt(2 * B)
     store = make_store()

@@ -56,9 +56,9 @@ class Room:
     def reserved(self, wanted: int, unit: int, *, keep: Sequence[Entry] = ()) -> Iterator[Grant]:
         """Book up to `wanted` pieces of `unit` bytes, evicting if need be; what is not used is given back at the end.
 
-        `keep` is not evicted for it, and nothing is evicted for pieces that would not fit beside `keep` anyway.
+        `keep` is not evicted for it, and nothing is for pieces that would not fit into an empty store.
         """
-        wanted = max(0, min(wanted, (self.max_bytes - sum(entry.num_bytes for entry in keep)) // unit))
+        wanted = min(wanted, self.max_bytes // unit)
         with self._lock:
             self._evict_down_to(self.max_bytes - wanted * unit, keep=keep)
             grant = Grant(min(wanted, (self.max_bytes - self.used_bytes) // unit))
