@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from kvreuse.errors import EngineDeadError, OverloadedError, RequestError
 from kvreuse.server.service import Service
@@ -67,9 +69,10 @@ class Host:
         return numbers
 
 
-def _flatten(values: Mapping[str, object], prefix: str, into: dict[str, float]) -> None:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
+def _flatten(values: Any, prefix: str, into: dict[str, float]) -> None:
+    named = values if isinstance(values, Mapping) else {f.name: getattr(values, f.name) for f in fields(values)}
+    for name, value in named.items():
+        if isinstance(value, Mapping) or is_dataclass(value):
             _flatten(value, f"{prefix}{name}_", into)
         elif isinstance(value, int | float):
             into[prefix + name] = float(value)

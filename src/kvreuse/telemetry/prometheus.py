@@ -31,6 +31,14 @@ class MetricSpec:
     is_engine: bool = False
 
 
+def _gauge(name: str, source: str, doc: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", source, doc, is_engine=True)
+
+
+def _total(name: str, source: str, doc: str) -> MetricSpec:
+    return MetricSpec(name, "counter", source, doc, is_engine=True)
+
+
 METRICS = (
     MetricSpec("kvreuse_requests_total", "counter", "requests", "Requests that were answered", ("finish_reason",)),
     MetricSpec("kvreuse_failures_total", "counter", "failures", "Requests that ended in an error", ("type",)),
@@ -52,9 +60,27 @@ METRICS = (
     MetricSpec("kvreuse_request_duration_seconds", "histogram", "duration_s", "From arrival to the last token"),
     MetricSpec("kvreuse_queue_time_seconds", "histogram", "queue_s", "From arrival to the first step"),
     MetricSpec("kvreuse_lookup_time_seconds", "histogram", "lookup_s", "Time to match the prompt with the store"),
-    MetricSpec("kvreuse_up", "gauge", "up", "1 when the container can serve", is_engine=True),
-    MetricSpec("kvreuse_running_requests", "gauge", "running", "Sequences in the running batch", is_engine=True),
-    MetricSpec("kvreuse_waiting_requests", "gauge", "waiting", "Requests that wait for a place", is_engine=True),
+    _gauge("kvreuse_up", "up", "1 when the container can serve"),
+    _gauge("kvreuse_running_requests", "running", "Sequences in the running batch"),
+    _gauge("kvreuse_waiting_requests", "waiting", "Sequences that wait for a place"),
+    _total("kvreuse_steps_total", "steps", "Forward passes"),
+    _total("kvreuse_preemptions_total", "preempted", "Sequences put back because KV memory was short"),
+    _total("kvreuse_prefilled_tokens_total", "prefilled_tokens", "Prompt tokens computed, not served from the store"),
+    _gauge("kvreuse_kv_slots", "store_num_slots", "Places for one token's KV"),
+    _gauge("kvreuse_kv_node_slots", "store_node_slots", "Slots that hold shared prefixes"),
+    _gauge("kvreuse_kv_private_slots", "store_private_slots", "Slots that belong to one running sequence"),
+    _gauge("kvreuse_kv_pinned_slots", "store_pinned_slots", "Slots of shared prefixes that are in use now"),
+    _gauge("kvreuse_kv_free_slots", "store_free_slots", "Slots that hold nothing"),
+    _gauge("kvreuse_kv_largest_free_slots", "store_largest_free_slots", "Longest run of free slots"),
+    _gauge("kvreuse_kv_used_bytes", "store_used_bytes", "KV memory in use"),
+    _gauge("kvreuse_kv_blocks", "store_num_blocks", "Blocks that a prompt can hit"),
+    _total("kvreuse_kv_lookups_total", "store_num_lookups", "Prompts looked up in the store"),
+    _total("kvreuse_kv_evicted_blocks_total", "store_num_evicted_blocks", "Blocks evicted to make room"),
+    _total("kvreuse_kv_expired_blocks_total", "store_num_expired_blocks", "Blocks whose time ran out"),
+    _total("kvreuse_kv_purged_blocks_total", "store_num_purged_blocks", "Blocks dropped on request"),
+    _total("kvreuse_kv_oom_total", "store_num_oom", "Reservations refused because all memory was pinned"),
+    _total("kvreuse_kv_moves_total", "store_num_moves", "Spans moved by compaction"),
+    _total("kvreuse_kv_collisions_total", "store_num_collisions", "Hash collisions, each counted as a miss"),
 )
 
 _FAMILIES: dict[str, type[CounterMetricFamily] | type[GaugeMetricFamily]] = {
