@@ -108,9 +108,10 @@ class Evictor:
             if not self._drop(node, wanted, MissReason.EVICTED):
                 continue
             freed += wanted * block_size
-            left = node if node.hashes else parent
-            if left is not None and not (left.is_root or left.children or left.pins):
-                heappush(heap, self._entry(left))
+            if node.hashes:
+                heappush(heap, entry)  # the rest keeps its place: one victim goes before the next is touched
+            elif parent is not None and not (parent.is_root or parent.children or parent.pins):
+                heappush(heap, self._entry(parent))
         return freed
 
     def _drop_all(self, nodes: list[Node], reason: MissReason) -> int:

@@ -21,11 +21,12 @@ from kvreuse.cache.tree import PrefixTree
 
 __all__ = ["Placer"]
 
-# Copying a slot is some hundred times cheaper than computing it again, and one in ten evicted slots is asked for again:
-# so many slots may be copied per slot wanted before more is evicted instead.
+_MAX_HOLES_TRIED = 16
+# Copying a slot is some hundred times cheaper than computing it again, and few evicted slots are asked for again: so
+# many may be copied per slot wanted before more is evicted instead.
 _MAX_COPIES = 8
-_MAX_HOLES_TRIED = 64
-_NUM_EXTRA_STEPS = 4
+# What is evicted beyond the need, in shares of it, before everything is compacted.
+_EXTRA_SHARES = (0.125, 0.25, 0.5, 1.0)
 
 
 class Placer:
@@ -56,20 +57,18 @@ class Placer:
 
     def compact(self) -> int:
         """Slide every unpinned node down; returns how many slots were copied."""
-        return sum(max(0, self._slide(span, set(), down=True)) for span in self._nodes_by_address())
+        return sum(self._slide(span, set(), down=True) for span in self._nodes_by_address())
 
     def _make_room(self, lease: Lease, own: set[Node], num_slots: int, *, num_live: int) -> bool:
         """Enough is free, or can be, in one stretch: compact nearby, else evict a little more, else compact all."""
-        num_steps = 0
-        while not self._fit(lease, num_slots, num_live):
-            if self._join_holes(lease, own, num_slots):
-                continue
-            if num_steps >= _NUM_EXTRA_STEPS or not self._evictor.num_evictable:
+        shares = iter(_EXTRA_SHARES)
+        while not self._clear(lease, num_slots, num_live):
+            share = next(shares, None) if self._evictor.num_evictable else None
+            if share is None or self._tree.num_node_slots <= _MAX_COPIES * num_slots:
                 self._squeeze(lease, own)
                 if self._fit(lease, num_slots, num_live):
                     return True
-            num_steps += 1
-            if not self._evictor.evict(max(1, num_slots // _NUM_EXTRA_STEPS)):
+            if not self._evictor.evict(max(1, int((share or 1.0) * num_slots))):
                 return False
         return True
 
@@ -88,13 +87,17 @@ class Placer:
             self._move(private, -self._spans.hole_before(private))
             return self._spans.grow(private, extra)
         larger = self._spans.allocate(num_slots)
-        if larger is None:
-            return False
-        if num_live:
-            self._move_slots(private.start, larger.start, num_live)
-        self._spans.free(private)
+        if larger is not None:
+            self._settle(lease, larger, num_live)
+        return larger is not None
+
+    def _settle(self, lease: Lease, larger: Span, num_live: int) -> None:
+        """`larger` becomes the private span."""
+        if lease.private is not None:
+            if num_live:
+                self._move_slots(lease.private.start, larger.start, num_live)
+            self._spans.free(lease.private)
         lease.private = larger
-        return True
 
     def _can_ever_fit(self, lease: Lease, own: set[Node], num_slots: int, *, others: Collection[Lease]) -> bool:
         """Would num_slots fit between two things that may not move if all that is unpinned were evicted?"""
@@ -108,38 +111,68 @@ class Placer:
             begin = span.end
         return False
 
-    def _join_holes(self, lease: Lease, own: set[Node], num_slots: int) -> bool:
-        """Slide a few neighbours so that the span fits. False: too much would be copied, or something must stay."""
-        plan: list[Span] | None = None
-        extra = num_slots - lease.num_private_slots
-        if lease.private is not None:
-            plan = self._walk_up(lease, own, lease.private.end, wanted=extra, max_copies=_MAX_COPIES * num_slots)
-            if plan is not None:
-                return self._slide_all(reversed(plan), lease, own, down=False)
-        max_copies = _MAX_COPIES * num_slots
-        for start in self._spans.largest_holes(_MAX_HOLES_TRIED):
-            path = self._walk_up(lease, own, start, wanted=num_slots, max_copies=max_copies)
-            if path is not None:
-                plan, max_copies = path, sum(span.length for span in path) - 1
-        return plan is not None and self._slide_all(plan, lease, own, down=True)
+    def _clear(self, lease: Lease, num_slots: int, num_live: int) -> bool:
+        """Find room, or make it behind the private span or behind a hole by moving a few unpinned nodes away."""
+        if self._fit(lease, num_slots, num_live):
+            return True
+        if lease.private is not None and self._enlarge(lease.private, num_slots):
+            return True
+        claim = self._claim_hole(num_slots) if self._spans.num_free >= num_slots else None
+        if claim is None:
+            return False
+        if self._enlarge(claim, num_slots):
+            self._settle(lease, claim, num_live)
+            return True
+        self._spans.free(claim)
+        return False
 
-    def _walk_up(self, lease: Lease, own: set[Node], start: int, *, wanted: int, max_copies: int) -> list[Span] | None:
-        """The spans from `start` upwards that have `wanted` free slots before, between and behind them."""
-        path: list[Span] = []
-        free = self._spans.hole_at(start)
-        end = start + free
-        while free < wanted:
-            span = self._spans.used_at(end)
-            if span is None or not (span is lease.private or self._may_move(span, own)):
-                return None
-            max_copies -= span.length
-            if max_copies < 0:
-                return None
-            path.append(span)
-            hole = self._spans.hole_after(span)
-            free += hole
-            end = span.end + hole
-        return path
+    def _enlarge(self, claim: Span, num_slots: int) -> bool:
+        """Grow by moving the nodes behind it into other holes. False: as long as it was."""
+        num_before = claim.length
+        while claim.length < num_slots:
+            missing = num_slots - claim.length
+            hole = self._spans.hole_after(claim)
+            if hole:
+                self._spans.grow(claim, min(hole, missing))
+            elif not self._move_away(claim.end, max_slots=missing):
+                self._spans.shrink(claim, num_before)
+                return False
+        return True
+
+    def _claim_hole(self, num_slots: int) -> Span | None:
+        """The longest hole that only unpinned nodes keep from being num_slots long."""
+        for start in self._spans.largest_holes(_MAX_HOLES_TRIED):
+            end = start + self._spans.hole_at(start)
+            while end - start < num_slots:
+                span = self._spans.used_at(end)
+                if span is None or span.owner is None or span.owner.pins:
+                    break
+                end = span.end + self._spans.hole_after(span)
+            else:
+                return self._spans.allocate(min(self._spans.hole_at(start), num_slots), at=start)
+        return None
+
+    def _move_away(self, start: int, *, max_slots: int) -> bool:
+        """Move the node at `start`, or as much of its head as is in the way and fits elsewhere, into another hole."""
+        span = self._spans.used_at(start)
+        node = None if span is None else span.owner
+        size = self._tree.block_size
+        max_blocks = min(-(-max_slots // size), self._spans.largest_free // size)
+        if node is None or node.pins or not max_blocks:
+            return False
+        if node.num_blocks > max_blocks:
+            node = self._tree.split(node, max_blocks)
+        target = self._spans.allocate(node.span.length)
+        if target is None:
+            return False
+        with self._tree.bucket_of(node).lock:
+            leaves = target if node.pins else node.span
+            if leaves is not target:
+                self._move_slots(node.span.start, target.start, target.length)
+                node.span, target.owner = target, node
+                self.num_moves += 1
+        self._spans.free(leaves)
+        return leaves is not target
 
     def _squeeze(self, lease: Lease, own: set[Node]) -> None:
         """Slide all that may move: down, but away from the end of the private span, which must grow."""
@@ -152,22 +185,19 @@ class Placer:
         self._move(private, -self._spans.hole_before(private))
         self._slide_all([span for span in reversed(spans) if span.start > private.start], lease, own, down=False)
 
-    def _slide_all(self, spans: Iterable[Span], lease: Lease, own: set[Node], *, down: bool) -> bool:
-        """Slide one after the other; False when one of them had to stay."""
-        is_done = True
+    def _slide_all(self, spans: Iterable[Span], lease: Lease, own: set[Node], *, down: bool) -> None:
         for span in spans:
-            is_done = self._slide(span, own, down=down) >= 0 and is_done
+            self._slide(span, own, down=down)
         lease.node_runs.clear()
         for node in reversed(list(lease.chain())):
             join_run(lease.node_runs, node.span.start, node.span.length)
-        return is_done
 
     def _slide(self, span: Span, own: set[Node], *, down: bool) -> int:
-        """Move a span to the other end of the hole beside it: slots copied, or -1 when it must stay."""
+        """Move a span to the other end of the hole beside it: slots copied, 0 when it must stay."""
         node = span.owner
         with nullcontext() if node is None else self._tree.bucket_of(node).lock:
             if node is not None and not self._may_move(span, own):
-                return -1
+                return 0
             return self._move(span, -self._spans.hole_before(span) if down else self._spans.hole_after(span))
 
     def _move(self, span: Span, distance: int) -> int:

@@ -20,8 +20,8 @@ __all__ = ["POLICIES", "Ghost", "GhostHistory", "SortKey", "Usable", "make_polic
 
 # Uses fade: a use counts half after this many turnovers.
 FREQUENCY_HALF_LIFE = 8.0
-# One expected reuse of a one-block node is worth this many turnovers without any use, before the weights.
-REUSE_TURNOVERS = 8.0
+# Twice the uses of a one-block node are worth this many turnovers without any use, before the weights.
+REUSE_TURNOVERS = 24.0
 # Doubling the size of a node takes this share of that worth away.
 SIZE_SHARE = 0.05
 
@@ -69,7 +69,7 @@ def _size_weighted_lru(weights: tuple[float, float]) -> SortKey:
 
     def key(entry: Usable) -> tuple[float, float]:
         per_byte = 1.0 / (1.0 + SIZE_SHARE * log2(entry.num_blocks))
-        worth = by_frequency * REUSE_TURNOVERS * entry.frequency * per_byte
+        worth = by_frequency * REUSE_TURNOVERS * log2(1.0 + entry.frequency) * per_byte
         return by_recency * entry.last_turnover + worth, entry.last_used_s
 
     return key

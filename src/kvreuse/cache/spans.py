@@ -87,6 +87,13 @@ class SpanAllocator:
         del self._used[span.start]
         self._free_range(span.start, span.length)
 
+    def shrink(self, span: Span, length: int) -> None:
+        """Give back all but its first `length` slots; 0 frees it."""
+        if length == 0:
+            self.free(span)
+        elif length < span.length:
+            self.free(self.split(span, length)[1])
+
     def split(self, span: Span, length: int) -> tuple[Span, Span]:
         """(front, rest): `span` keeps the first `length` slots, a new span holds the others (both non-empty)."""
         self._check_owned(span)

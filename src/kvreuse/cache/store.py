@@ -123,8 +123,9 @@ class PrefixCache:
         """Give back the private slots of positions from num_tokens on."""
         with self._structure:
             keep = max(num_tokens - lease.num_committed_tokens, 0)
-            if lease.private is not None and keep < lease.private.length:
-                self._free_private(lease, lease.private, keep=keep)
+            if lease.private is not None:
+                self._spans.shrink(lease.private, keep)
+                lease.private = lease.private if keep else None
 
     def commit(self, lease: Lease, token_ids: Sequence[int], *, num_computed_tokens: int) -> int:
         """Make nodes of the whole blocks among the computed tokens; returns how many blocks that were.
@@ -154,9 +155,8 @@ class PrefixCache:
         with self._structure:
             if lease.is_released:
                 return
+            self.trim(lease, 0)
             lease.is_released = True
-            if lease.private is not None:
-                self._free_private(lease, lease.private, keep=0)
             now, turnover = self._clock(), self._turnover()
             for node in list(lease.chain()):
                 self._tree.unpin(node, lambda node: touch(node, now=now, turnover=turnover, uses=0))
@@ -288,13 +288,6 @@ class PrefixCache:
     def _cut_private(self, private: Span, num_slots: int) -> tuple[Span, Span | None]:
         """(its first num_slots slots, what is left of it)."""
         return (private, None) if num_slots == private.length else self._spans.split(private, num_slots)
-
-    def _free_private(self, lease: Lease, private: Span, *, keep: int) -> None:
-        if keep:
-            lease.private, private = self._spans.split(private, keep)
-        else:
-            lease.private = None
-        self._spans.free(private)
 
     def _use(self, node: Node, *, num_uses: float = 1.0) -> None:
         touch(node, now=self._clock(), turnover=self._turnover(), uses=num_uses)
