@@ -78,7 +78,7 @@ def test_two_models_in_one_folder_are_not_guessed_between(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no config.json"):
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load(tmp_path)
 
 
@@ -122,7 +122,7 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path)
     torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="cannot load .*safetensors"):
+    with pytest.raises(ConfigError, match=r"cannot load .*safetensors"):
         load(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_max_model_len_is_the_smaller_of_option_and_model(tmp_path: Path) -> Non
     save_checkpoint(tmp_path)
     assert load(tmp_path).max_model_len == 64
     assert load(tmp_path, max_model_len=48).max_model_len == 48
-    with pytest.raises(ConfigError, match="option.max_model_len is 65, allowed is at most 64"):
+    with pytest.raises(ConfigError, match=r"option\.max_model_len is 65, allowed is at most 64"):
         load(tmp_path, max_model_len=65)
 
 

@@ -154,8 +154,9 @@ def _draw_filtered(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     All filters but typical_p keep a run of the best candidates, so only as many are sorted as it takes to see its end.
     """
     tempered = _tempered(scores, rows)
-    total = _weights(tempered).sum(-1, keepdim=True)
-    num_candidates = max(row.params.top_k + 1 if row.params.top_k else NUM_PROBED for row in rows)
+    needs_total = any(row.params.top_p < 1 and row.params.top_k == 0 for row in rows)
+    total = _weights(tempered).sum(-1, keepdim=True) if needs_total else tempered.new_zeros(len(rows), 1).double()
+    num_candidates = max(_num_probed(row.params, vocab=tempered.shape[-1]) for row in rows)
     while True:
         values, ids = _best(tempered, min(num_candidates, tempered.shape[-1]))
         keep, is_open = _filter_best(values, total, rows)
@@ -164,6 +165,13 @@ def _draw_filtered(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
         num_candidates *= 8
     weights = _filter_typical(_weights(values) * keep, rows)
     return ids.gather(-1, _pick(weights, rows)[:, None])[:, 0]
+
+
+def _num_probed(params: SamplingParams, *, vocab: int) -> int:
+    """How many candidates probably show where the filters end. One more than they keep is needed."""
+    if params.top_k > 0:
+        return params.top_k + 1
+    return NUM_PROBED if params.top_p < 1 or params.min_p > 0 else vocab
 
 
 def _tempered(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
@@ -177,6 +185,9 @@ def _weights(values: Tensor) -> Tensor:
 
 def _best(scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
     """(values, ids), both [n, num_candidates], best first and among equals the lower id first."""
+    if num_candidates == scores.shape[-1]:
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return values, ids
     # topk orders equals as it likes; a draw must not depend on that.
     ids = scores.topk(num_candidates, dim=-1).indices.sort(dim=-1).values
     values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -186,7 +197,7 @@ def _best(scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
 def _filter_best(values: Tensor, total: Tensor, rows: Sequence[SamplingState]) -> tuple[Tensor, bool]:
     """(kept: bool [n, candidates], whether more candidates are needed to be sure) after top_k, top_p and min_p.
 
-    values: best first. total: [n, 1], the weight of the whole vocabulary.
+    values: best first. total: [n, 1], the weight of the whole vocabulary, read for top_p without top_k.
     """
     weights = _weights(values)
     top_k = torch.tensor([[row.params.top_k] for row in rows], device=values.device)
