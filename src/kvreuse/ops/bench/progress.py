@@ -1,0 +1,44 @@
+"""Says on a terminal how far a measurement is. Knows counts and names, nothing of what is measured."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+__all__ = ["Progress"]
+
+_WIDTH = 32
+
+
+class Progress:
+    """`num_steps` steps in named phases: one bar that moves on a terminal, a line per phase anywhere else."""
+
+    def __init__(self, out: TextIO, *, num_steps: int) -> None:
+        self._out = out
+        self._num_steps = num_steps
+        self._num_done = 0
+        self._phase = ""
+        self._is_terminal = out.isatty()
+
+    def start(self, phase: str) -> None:
+        """What follows is part of `phase`."""
+        self._phase = phase
+        if self._is_terminal:
+            self._draw()
+        else:
+            print(f"{self._num_done}/{self._num_steps} {phase}", file=self._out, flush=True)
+
+    def advance(self) -> None:
+        """One step more is done."""
+        self._num_done += 1
+        if self._is_terminal:
+            self._draw()
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=self._out, flush=True)
+
+    def _draw(self) -> None:
+        filled = _WIDTH * self._num_done // self._num_steps
+        bar = "█" * filled + "░" * (_WIDTH - filled)
+        print(f"\r\x1b[K{bar} {self._num_done}/{self._num_steps} {self._phase}", end="", file=self._out, flush=True)

@@ -1,0 +1,174 @@
+"""`kvreuse bench templates`: a burst of variants of one template, first sight and hits, and load with reuse on and off.
+
+Knows the order of the measurement. Knows nothing of HTTP, of processes or of how figures are worked out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvreuse.errors import ConfigError
+from kvreuse.ops.bench.load import Ask, Client, Reply
+from kvreuse.ops.bench.progress import Progress
+from kvreuse.ops.bench.report import Burst, Leg, Outcome, Report, Settings, report_of
+from kvreuse.ops.bench.server import serving
+from kvreuse.ops.bench.workload import Prompt, Workload, load_tokenizer
+
+__all__ = ["add_flags", "measure"]
+
+_HITS_PER_TEMPLATE = 4
+_REQUEST_TIMEOUT_S = 600
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this measurement; every default is what `make demo` shows."""
+    number = _integer(1, 100_000)
+    parser.add_argument("--templates", type=number, default=4, help="templates that the load is drawn from")
+    parser.add_argument("--variants", type=number, default=100, help="variants of one template sent at once")
+    parser.add_argument("--requests", type=number, default=16, help="requests of the load, each with reuse on and off")
+    parser.add_argument("--concurrency", type=number, default=8, help="requests of the load in flight")
+    parser.add_argument(
+        "--prefix-tokens", type=_integer(64, 1_000_000), default=1024, help="tokens that variants share"
+    )
+    parser.add_argument("--own-tokens", type=_integer(16, 100_000), default=48, help="further tokens of each prompt")
+    parser.add_argument("--max-new-tokens", type=number, default=16, help="tokens of each answer")
+    parser.add_argument("--seed", type=_integer(0, 2**31), default=0, help="the same seed gives the same prompts")
+    parser.add_argument("--model", default="demo", help="model to serve: demo, a folder or a hub id")
+    parser.add_argument("--dtype", default="float32", help="type of weights and KV of the served model")
+    parser.add_argument("--url", default=None, help="measure this running server and start none")
+    parser.add_argument("--tokenizer", default=None, help="folder with tokenizer.json, if --model is not demo")
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Run it all. Raises ConfigError when it cannot begin, LoadError when the server does not answer as it should."""
+    settings = Settings(
+        templates=args.templates,
+        variants=args.variants,
+        requests=args.requests,
+        concurrency=args.concurrency,
+        prefix_tokens=args.prefix_tokens,
+        own_tokens=args.own_tokens,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        model=None if args.url else args.model,
+        dtype=None if args.url else args.dtype,
+        url=args.url,
+    )
+    workload = Workload(
+        load_tokenizer(args.tokenizer or args.model),
+        prefix_tokens=args.prefix_tokens,
+        own_tokens=args.own_tokens,
+        seed=args.seed,
+        marker=f"Copy {secrets.token_hex(4)}. " if args.url else "",
+    )
+    progress = Progress(sys.stderr, num_steps=_Run.num_requests(settings) + 1)
+    try:
+        progress.start("starting the server" if args.url is None else "looking for the server")
+        with _server(settings) as url:
+            client = Client(url)
+            if not client.is_ready():
+                raise ConfigError(f"{url}/ping does not answer 200")
+            progress.advance()
+            outcome = _Run(settings, workload, client, progress).outcome()
+    finally:
+        progress.close()
+    return report_of(settings, outcome)
+
+
+@contextmanager
+def _server(settings: Settings) -> Iterator[str]:
+    if settings.url is not None:
+        yield settings.url
+        return
+    options = {
+        "model_id": settings.model,
+        "dtype": settings.dtype,
+        # All variants of the burst shall be in flight at once.
+        "max_batch_size": max(64, settings.variants),
+        "max_batch_tokens": max(512, settings.variants),
+        "request_timeout_s": _REQUEST_TIMEOUT_S,
+    }
+    with serving(options) as url:
+        yield url
+
+
+class _Run:
+    def __init__(self, settings: Settings, workload: Workload, client: Client, progress: Progress) -> None:
+        self._settings = settings
+        self._workload = workload
+        self._client = client
+        self._progress = progress
+
+    @staticmethod
+    def num_requests(settings: Settings) -> int:
+        """Of a whole run."""
+        num_unseen = max(1, settings.templates - 1)
+        return 1 + settings.variants + num_unseen * (1 + _HITS_PER_TEMPLATE) + 2 * settings.requests
+
+    def outcome(self) -> Outcome:
+        """The burst comes first: only then is the peak of a fresh server its own."""
+        self._progress.start("warming up")
+        # Code paths and memory are warm afterwards, the store is as empty as before.
+        self._ask(self._workload.variant(self._settings.templates + 1), reuse=False)
+        burst = self._burst()
+        cold, hits = self._latency()
+        on, off = self._load()
+        return Outcome(burst=burst, cold=cold, hits=hits, on=on, off=off)
+
+    def _burst(self) -> Burst:
+        self._progress.start(f"{self._settings.variants} variants of one template at once")
+        prompts = [self._workload.variant(0) for _ in range(self._settings.variants)]
+        before = self._client.metrics()
+        replies = self._ask_all(prompts, reuse=True, concurrency=len(prompts))
+        return Burst(replies=replies, before=before, after=self._client.metrics())
+
+    def _latency(self) -> tuple[list[Reply], list[Reply]]:
+        """One at a time: the first request of a template, then others of it."""
+        self._progress.start("first sight and hits, one at a time")
+        cold: list[Reply] = []
+        hits: list[Reply] = []
+        for template in range(1, max(2, self._settings.templates)):
+            cold.append(self._ask(self._workload.variant(template), reuse=True))
+            hits += [self._ask(self._workload.variant(template), reuse=True) for _ in range(_HITS_PER_TEMPLATE)]
+        return cold, hits
+
+    def _load(self) -> tuple[Leg, Leg]:
+        """Batch by batch, each with reuse on and off, in changing order so that a drift of the machine hits both."""
+        size = self._settings.concurrency
+        prompts = self._workload.draw(self._settings.requests, num_templates=self._settings.templates)
+        legs = {True: Leg(), False: Leg()}
+        for start in range(0, len(prompts), size):
+            for reuse in (True, False) if start // size % 2 == 0 else (False, True):
+                self._progress.start(f"{size} at a time, reuse {'on' if reuse else 'off'}")
+                started_at = time.perf_counter()
+                replies = self._ask_all(prompts[start : start + size], reuse=reuse, concurrency=size)
+                legs[reuse].add(replies, duration_s=time.perf_counter() - started_at)
+        return legs[True], legs[False]
+
+    def _ask(self, prompt: Prompt, *, reuse: bool) -> Reply:
+        return self._ask_all([prompt], reuse=reuse, concurrency=1)[0]
+
+    def _ask_all(self, prompts: list[Prompt], *, reuse: bool, concurrency: int) -> list[Reply]:
+        """Every second one of several is asked for in one piece, the others as streams."""
+        asks = [
+            Ask(text=p.text, max_new_tokens=self._settings.max_new_tokens, reuse=reuse, is_stream=number % 2 == 0)
+            for number, p in enumerate(prompts)
+        ]
+        return self._client.ask_all(asks, concurrency=concurrency, on_reply=self._progress.advance)
+
+
+def _integer(low: int, high: int) -> Callable[[str], Any]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {high}")
+        return value
+
+    parse.__name__ = f"integer from {low} to {high}"  # argparse says "invalid ... value"
+    return parse
