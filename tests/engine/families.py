@@ -1,4 +1,4 @@
-"""A tiny random model of each supported family, saved as a normal checkpoint with the demo model's tokenizer left out."""
+"""A tiny random model of each supported family."""
 
 from __future__ import annotations
 

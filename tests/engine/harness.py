@@ -99,7 +99,12 @@ def tiny(family: str) -> LoadedModel:
     register()
     model = tiny_model(family, attn_implementation=NAME)
     return LoadedModel(
-        model=model, tokenizer=IdTokenizer(), eos_token_ids=(0,), max_model_len=512, name=family, source="",  # type: ignore[arg-type]
+        model=model,
+        tokenizer=IdTokenizer(),
+        eos_token_ids=(0,),
+        max_model_len=512,
+        name=family,
+        source="",  # type: ignore[arg-type]
     )
 
 

@@ -8,10 +8,12 @@ B = 32
 LENGTHS = (1, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 3 * B + 7)
 NUM_NEW = 8
 TEXT = (
-    "You answer questions about the tides. The sea rises and falls twice a day because the moon pulls at the water; the "
-    "sun pulls too, and where both pull together the tide is high. A fisherman of the old harbour keeps a book in which "
-    "every tide of the last forty years is written down in pencil, with the weather, the catch and the price of bread. "
-    "When the wind comes from the west the water stays in the bay for an hour longer, and the boats wait. Nobody in the harbour owns a clock; they look at the stones of the old pier instead."
+    "You answer questions about the tides. The sea rises and falls twice a day because the moon pulls at the "
+    "water; the sun pulls too, and where both pull together the tide is high. A fisherman of the old harbour "
+    "keeps a book in which every tide of the last forty years is written down in pencil, with the weather, the "
+    "catch and the price of bread. When the wind comes from the west the water stays in the bay for an hour "
+    "longer, and the boats wait. Nobody in the harbour owns a clock; they look at the stones of the old pier "
+    "instead."
 )
 
 

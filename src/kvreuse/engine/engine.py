@@ -194,7 +194,7 @@ class Engine:
         if answers is not None:
             for sequence in answers.sequences:
                 if not sequence.is_finished:
-                    self._finish(sequence, FinishReason.ABORT)
+                    self._show(sequence, sequence.end(FinishReason.ABORT))
             self._close(answers)
 
     def _step(self) -> None:
@@ -232,49 +232,18 @@ class Engine:
             raise EngineDeadError("steps keep failing") from error
 
     def _got_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
-        answers, sampling = sequence.answers, sequence.request.sampling
-        if answers.request.request_id not in self._requests:
+        answers = sequence.answers
+        if sequence.is_finished:  # its request failed a moment ago, through the listener of a sibling
             return
-        sequence.token_ids.append(token_id)
         answers.got_token()
-        is_end = token_id in sampling.stop_token_ids or (
-            token_id in self._parts.eos_token_ids and not sampling.ignore_eos
-        )
-        text = "" if is_end else sequence.detokenizer.push(token_id)
-        logprobs = () if logprob is None else (logprob,)
-        sequence.logprobs.extend(logprobs)
-        reason = None
-        if is_end:
-            reason = FinishReason.EOS
-        elif sequence.detokenizer.stopped:
-            reason = FinishReason.STOP
-        elif sequence.num_remaining_tokens <= 0:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(sequence, reason, text=text, token_ids=(token_id,), logprobs=logprobs)
-            if answers.is_finished:
-                self._close(answers)
-            return
-        sequence.text.append(text)
-        self._emit(answers, Delta(index=sequence.index, text=text, token_ids=(token_id,), logprobs=logprobs))
+        self._show(sequence, sequence.take(token_id, logprob, eos_token_ids=self._parts.eos_token_ids))
+        if answers.is_finished:
+            self._close(answers)
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        self._parts.scheduler.remove(sequence)
-        sequence.finish_reason = reason
-        text += sequence.detokenizer.flush()
-        sequence.text.append(text)
-        self._emit(
-            sequence.answers,
-            Delta(index=sequence.index, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason),
-        )
+    def _show(self, sequence: Sequence, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._parts.scheduler.remove(sequence)
+        self._emit(sequence.answers, delta)
 
     def _close(self, answers: Answers) -> None:
         if self._requests.pop(answers.request.request_id, None) is not None:

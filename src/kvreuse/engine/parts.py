@@ -130,7 +130,9 @@ def _backend(name: str, layout: KVLayout) -> CPUBackend | ReferenceBackend:
     if name == "cuda":
         raise ConfigError("option.attention_backend is cuda, allowed here are auto, reference and cpu")
     if name == "cpu" and not (is_cpu and CPUBackend.can_do(layout)):
-        raise ConfigError("option.attention_backend is cpu, but the device or the head sizes of this model need reference")
+        raise ConfigError(
+            "option.attention_backend is cpu, but the device or the head sizes of this model need reference"
+        )
     if name == "reference" or not (is_cpu and CPUBackend.can_do(layout)):
         return ReferenceBackend()
     return CPUBackend()

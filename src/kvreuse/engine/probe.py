@@ -19,11 +19,14 @@ from kvreuse.kv.layout import KVLayout, LayerSpec
 __all__ = ["probe_layout"]
 
 
+_Call = tuple[int, Tensor, Tensor, Tensor, dict[str, Any]]
+
+
 class _Recorder:
     """Stands in for a step: writes nothing, remembers the call, answers zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, Tensor, Tensor, Tensor, dict[str, Any]]] = []
+        self.calls: list[_Call] = []
 
     def layer(self, index: int, qkv: tuple[Tensor, Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
         query, key, value = qkv
@@ -47,10 +50,11 @@ def probe_layout(model: PreTrainedModel) -> KVLayout:
         raise ConfigError(
             f"{name} is not supported: its {num_layers} layers do not each call Transformers' attention interface once"
         )
-    return KVLayout(tuple(_spec(name, *call) for call in recorder.calls))
+    return KVLayout(tuple(_spec(name, call) for call in recorder.calls))
 
 
-def _spec(name: str, layer: int, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> LayerSpec:
+def _spec(name: str, call: _Call) -> LayerSpec:
+    layer, query, key, value, kwargs = call
     if kwargs.get("softcap") is not None:
         raise ConfigError(f"{name} is not supported: layer {layer} caps its attention logits (softcap)")
     if kwargs.get("position_bias") is not None:

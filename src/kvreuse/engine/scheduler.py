@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreuse.cache.lease import Lease
 from kvreuse.cache.store import PrefixCache
@@ -27,7 +27,7 @@ class SchedulerLimits:
 
     max_batch_size: int
     max_batch_tokens: int
-    groups: GroupRules = GroupRules()
+    groups: GroupRules = field(default_factory=GroupRules)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ Knows token ids, positions and times. Knows nothing of tensors, of other sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from kvreuse.cache.hashing import BlockHasher
 from kvreuse.cache.lease import Lease
 from kvreuse.engine.detokenizer import Detokenizer
 from kvreuse.engine.sampler import SamplingState
-from kvreuse.types import CacheFacts, Completion, FinishReason, OnEvent, Request, Tier, TokenLogprob
+from kvreuse.types import CacheFacts, Completion, Delta, FinishReason, OnEvent, Request, Tier, TokenLogprob
 
 __all__ = ["Answers", "Sequence"]
 
@@ -75,6 +75,39 @@ class Sequence:
         new = self.token_ids[self._num_hashed :]
         self._num_hashed += len(new)
         return self.hasher.extend(new)
+
+    def take(self, token_id: int, logprob: TokenLogprob | None, *, eos_token_ids: Collection[int]) -> Delta:
+        """Append a sampled token; the delta is what the client sees of it and whether the answer ends."""
+        sampling = self.request.sampling
+        self.token_ids.append(token_id)
+        logprobs = () if logprob is None else (logprob,)
+        self.logprobs.extend(logprobs)
+        if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
+            return self.end(FinishReason.EOS, token_ids=(token_id,), logprobs=logprobs)
+        text = self.detokenizer.push(token_id)
+        self.text.append(text)
+        reason = FinishReason.LENGTH if self.num_remaining_tokens <= 0 else None
+        if self.detokenizer.stopped:
+            reason = FinishReason.STOP
+        if reason is not None:
+            return self.end(reason, text=text, token_ids=(token_id,), logprobs=logprobs)
+        return Delta(index=self.index, text=text, token_ids=(token_id,), logprobs=logprobs)
+
+    def end(
+        self,
+        reason: FinishReason,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Delta:
+        """Finish the answer: its last delta, with the text that was held back."""
+        self.finish_reason = reason
+        held_back = self.detokenizer.flush()
+        self.text.append(held_back)
+        return Delta(
+            index=self.index, text=text + held_back, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
+        )
 
     def completion(self) -> Completion:
         """The answer as it stands."""

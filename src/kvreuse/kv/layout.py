@@ -82,7 +82,9 @@ def _meminfo_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError("cannot tell the free memory: /proc/meminfo has no MemAvailable; set option.kv_cache_memory_bytes")
+    raise ConfigError(
+        "cannot tell the free memory: /proc/meminfo has no MemAvailable\nhint: set option.kv_cache_memory_bytes"
+    )
 
 
 def num_slots_for(layout: KVLayout, *, memory_ratio: float, memory_bytes: int | None, block_size: int) -> int:
@@ -99,7 +101,7 @@ def num_slots_for(layout: KVLayout, *, memory_ratio: float, memory_bytes: int | 
     num_slots -= num_slots % block_size
     if num_slots < 2 * block_size:
         raise ConfigError(
-            f"the KV pool would hold {num_slots} tokens, fewer than two blocks of {block_size}: "
-            f"one token takes {layout.bytes_per_token} bytes; raise option.kv_cache_memory_ratio"
+            f"the KV pool would hold {num_slots} tokens, fewer than two blocks of {block_size}\n"
+            f"hint: one token takes {layout.bytes_per_token} bytes; raise option.kv_cache_memory_ratio"
         )
     return num_slots

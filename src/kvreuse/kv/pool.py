@@ -35,7 +35,7 @@ class KVPool:
         return self.num_slots * self.layout.bytes_per_token
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store new tokens: slots (T,) int64, keys (T, kv_heads, key_head_dim), values (T, kv_heads, value_head_dim)."""
+        """Store new tokens: slots (T,) int64, keys and values (T, kv_heads, head_dim)."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 

@@ -116,12 +116,15 @@ def _masked_call(piece: StepSlice, window: int) -> Call:
 
 def _private_calls(piece: StepSlice, start: int) -> tuple[Call, tuple[Call, ...]]:
     """The call that ends with the rows' own slots, and the one for private positions before it, if any."""
-    rows = {"first_row": piece.first_row, "num_rows": piece.num_rows}
     if piece.num_rows == 1:
-        return Call(**rows, runs=cut(piece.runs, start, piece.num_tokens)), ()
-    own = Call(**rows, runs=cut(piece.runs, piece.num_context, piece.num_tokens), is_causal=True)
-    context = cut(piece.runs, start, piece.num_context)
-    return own, (Call(**rows, runs=context),) if context else ()
+        return _rows_call(piece, start, piece.num_tokens), ()
+    own = _rows_call(piece, piece.num_context, piece.num_tokens, is_causal=True)
+    return own, (_rows_call(piece, start, piece.num_context),) if start < piece.num_context else ()
+
+
+def _rows_call(piece: StepSlice, start: int, stop: int, *, is_causal: bool = False) -> Call:
+    runs = cut(piece.runs, start, stop)
+    return Call(first_row=piece.first_row, num_rows=piece.num_rows, runs=runs, is_causal=is_causal)
 
 
 def _share(pieces: Sequence[tuple[StepSlice, int]], calls: list[Call]) -> dict[int, int]:

@@ -90,7 +90,7 @@ def running(step: Any) -> Iterator[None]:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     index = module.layer_idx
     assert isinstance(index, int)

@@ -20,12 +20,6 @@ __all__ = ["Burst", "Figures", "Leg", "Outcome", "Report", "Settings", "report_o
 
 Figures = dict[str, object]
 
-BYTES_PER_TOKEN = "kvreuse_kv_bytes_per_token"
-USED_SLOTS = "kvreuse_kv_used_slots"
-MAX_USED_SLOTS = "kvreuse_kv_max_used_slots"
-PREFILLED_TOKENS = "kvreuse_prefilled_tokens_total"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """What was asked for. model and dtype are None where the server was not ours, url is None where it was."""
@@ -53,28 +47,23 @@ class Burst:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Prompt tokens that were not served from the store: the engine's count, else the answers'."""
-        if PREFILLED_TOKENS in self.after:
-            return int(self.after[PREFILLED_TOKENS] - self.before.get(PREFILLED_TOKENS, 0))
-        return sum(reply.prompt_tokens - reply.cached_tokens for reply in self.replies)
+        """Prompt tokens that were computed, by the engine's own count."""
+        return int(self.after["kvreuse_prefilled_tokens_total"] - self.before["kvreuse_prefilled_tokens_total"])
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.after["kvreuse_kv_used_bytes"] / _used_slots(self.after)
 
     @property
     def peak_bytes(self) -> int | None:
-        """KV that the burst held at most; None when the server does not say or has held more before."""
-        needed = (BYTES_PER_TOKEN, USED_SLOTS, MAX_USED_SLOTS)
-        if any(name not in found for name in needed for found in (self.before, self.after)):
-            return None
-        if self.after[MAX_USED_SLOTS] <= self.before[MAX_USED_SLOTS]:
-            return None
-        return int((self.after[MAX_USED_SLOTS] - self.before[USED_SLOTS]) * self.after[BYTES_PER_TOKEN])
+        """KV that the burst held at most; None when the server has held more before, or does not say."""
+        before, after = (metrics.get("kvreuse_kv_max_used_slots", 0.0) for metrics in (self.before, self.after))
+        return int((after - _used_slots(self.before)) * self.bytes_per_token) if after > before else None
 
     @property
-    def unshared_bytes(self) -> int | None:
+    def unshared_bytes(self) -> int:
         """KV of the same requests if each kept its whole prompt and answer for itself."""
-        if BYTES_PER_TOKEN not in self.after:
-            return None
-        num_tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in self.replies)
-        return int(num_tokens * self.after[BYTES_PER_TOKEN])
+        return int(sum(reply.prompt_tokens + reply.output_tokens for reply in self.replies) * self.bytes_per_token)
 
 
 @dataclass(slots=True)
@@ -145,6 +134,10 @@ def _figures(settings: Settings, outcome: Outcome) -> Figures:
         "settings": asdict(settings),
         "environment": _environment(),
     }
+
+
+def _used_slots(metrics: Mapping[str, float]) -> float:
+    return metrics["kvreuse_kv_slots"] - metrics["kvreuse_kv_free_slots"]
 
 
 def _median_ttft_ms(replies: Sequence[Reply]) -> float:
