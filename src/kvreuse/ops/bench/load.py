@@ -6,10 +6,11 @@ Knows the routes and answers of the server. Knows nothing of workloads or of wha
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
@@ -62,6 +63,7 @@ class Client:
         self._netloc = parts.netloc
         self._path = parts.path.rstrip("/")
         self._timeout_s = timeout_s
+        self._open_sockets: set[socket.socket] = set()
 
     def is_ready(self) -> bool:
         """Whether /ping answers 200."""
@@ -111,9 +113,10 @@ class Client:
                 for future in as_completed(futures):
                     future.result()
                     on_reply()
-            except BaseException:
-                pool.shutdown(cancel_futures=True, wait=False)
-                raise
+            finally:
+                # Nobody waits for the others after an error or Ctrl-C.
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._hang_up()
         return [future.result() for future in futures]
 
     @contextmanager
@@ -121,15 +124,30 @@ class Client:
         connection = self._connection_type(self._netloc, timeout=self._timeout_s)
         data = None if body is None else json.dumps(body).encode()
         try:
-            connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if check and response.status != 200:
-                raise LoadError(f"{method} {path} answered {response.status}: {_message(response.read())}")
-            yield response
+            with self._connected(connection):
+                connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
+                with connection.getresponse() as response:
+                    if check and response.status != 200:
+                        raise LoadError(f"{method} {path} answered {response.status}: {_message(response.read())}")
+                    yield response
         except (OSError, HTTPException, ValueError) as error:
             raise LoadError(f"{method} {path} of {self.url} failed: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
+
+    @contextmanager
+    def _connected(self, connection: HTTPConnection) -> Iterator[None]:
+        with closing(connection):
+            connection.connect()
+            open_socket: socket.socket = connection.sock
+            self._open_sockets.add(open_socket)
+            try:
+                yield
+            finally:
+                self._open_sockets.discard(open_socket)
+
+    def _hang_up(self) -> None:
+        for open_socket in list(self._open_sockets):
+            with suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
 
 
 def _events(response: HTTPResponse) -> Iterator[Any]:

@@ -20,9 +20,10 @@ __all__ = ["Burst", "Figures", "Leg", "Outcome", "Report", "Settings", "report_o
 
 Figures = dict[str, object]
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What was asked for. model and dtype are None where the server was not ours, url is None where it was."""
+    """The flags of the same names. model and dtype say nothing where there is a url."""
 
     templates: int
     variants: int
@@ -32,8 +33,8 @@ class Settings:
     own_tokens: int
     max_new_tokens: int
     seed: int
-    model: str | None
-    dtype: str | None
+    model: str
+    dtype: str
     url: str | None
 
 
@@ -52,18 +53,22 @@ class Burst:
 
     @property
     def bytes_per_token(self) -> float:
-        return self.after["kvreuse_kv_used_bytes"] / _used_slots(self.after)
+        """0 where nothing was kept, so that it cannot be known."""
+        return self.after["kvreuse_kv_used_bytes"] / max(1, _used_slots(self.after))
 
     @property
     def peak_bytes(self) -> int | None:
-        """KV that the burst held at most; None when the server has held more before, or does not say."""
+        """KV that the burst held at most; None when the server has held more before, or cannot say."""
         before, after = (metrics.get("kvreuse_kv_max_used_slots", 0.0) for metrics in (self.before, self.after))
-        return int((after - _used_slots(self.before)) * self.bytes_per_token) if after > before else None
+        if after <= before:
+            return None
+        return int((after - _used_slots(self.before)) * self.bytes_per_token) or None
 
     @property
-    def unshared_bytes(self) -> int:
+    def unshared_bytes(self) -> int | None:
         """KV of the same requests if each kept its whole prompt and answer for itself."""
-        return int(sum(reply.prompt_tokens + reply.output_tokens for reply in self.replies) * self.bytes_per_token)
+        num_tokens = sum(reply.prompt_tokens + reply.output_tokens for reply in self.replies)
+        return int(num_tokens * self.bytes_per_token) or None
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ import argparse
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.load import Ask, Client, Reply
@@ -47,19 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Report:
     """Run it all. Raises ConfigError when it cannot begin, LoadError when the server does not answer as it should."""
-    settings = Settings(
-        templates=args.templates,
-        variants=args.variants,
-        requests=args.requests,
-        concurrency=args.concurrency,
-        prefix_tokens=args.prefix_tokens,
-        own_tokens=args.own_tokens,
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-        model=None if args.url else args.model,
-        dtype=None if args.url else args.dtype,
-        url=args.url,
-    )
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     workload = Workload(
         load_tokenizer(args.tokenizer or args.model),
         prefix_tokens=args.prefix_tokens,
@@ -81,21 +69,19 @@ def measure(args: argparse.Namespace) -> Report:
     return report_of(settings, outcome)
 
 
-@contextmanager
-def _server(settings: Settings) -> Iterator[str]:
+def _server(settings: Settings) -> AbstractContextManager[str]:
     if settings.url is not None:
-        yield settings.url
-        return
-    options = {
-        "model_id": settings.model,
-        "dtype": settings.dtype,
-        # All variants of the burst shall be in flight at once.
-        "max_batch_size": max(64, settings.variants),
-        "max_batch_tokens": max(512, settings.variants),
-        "request_timeout_s": _REQUEST_TIMEOUT_S,
-    }
-    with serving(options) as url:
-        yield url
+        return nullcontext(settings.url)
+    return serving(
+        {
+            "model_id": settings.model,
+            "dtype": settings.dtype,
+            # All variants of the burst shall be in flight at once.
+            "max_batch_size": max(64, settings.variants),
+            "max_batch_tokens": max(512, settings.variants),
+            "request_timeout_s": _REQUEST_TIMEOUT_S,
+        }
+    )
 
 
 class _Run:
@@ -163,12 +149,10 @@ class _Run:
         return self._client.ask_all(asks, concurrency=concurrency, on_reply=self._progress.advance)
 
 
-def _integer(low: int, high: int) -> Callable[[str], Any]:
+def _integer(low: int, high: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
+        if not text.isdecimal() or not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {high}")
-        return value
+        return int(text)
 
-    parse.__name__ = f"integer from {low} to {high}"  # argparse says "invalid ... value"
     return parse
