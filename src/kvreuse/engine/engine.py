@@ -184,7 +184,7 @@ class Engine:
                 token_ids=list(request.token_ids),
                 hasher=BlockHasher(scope=request.scope, block_size=self._parts.cache.block_size),
                 sampling=SamplingState(request.sampling, request.token_ids, index=index),
-                detokenizer=Detokenizer(self.tokenizer, stop=request.sampling.stop),
+                detokenizer=Detokenizer(self.tokenizer, stop=request.sampling.stop, prompt_ids=request.token_ids),
             )
             answers.sequences.append(sequence)
             self._parts.scheduler.add(sequence)

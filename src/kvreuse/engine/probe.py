@@ -57,6 +57,8 @@ def _spec(name: str, call: _Call) -> LayerSpec:
     layer, query, key, value, kwargs = call
     if kwargs.get("softcap") is not None:
         raise ConfigError(f"{name} is not supported: layer {layer} caps its attention logits (softcap)")
+    if kwargs["mask"] is not None:
+        raise ConfigError(f"{name} is not supported: layer {layer} is told what to see by a mask of its own")
     if kwargs.get("position_bias") is not None:
         raise ConfigError(f"{name} is not supported: layer {layer} adds a position bias to its attention")
     if key.shape[2] != query.shape[2]:

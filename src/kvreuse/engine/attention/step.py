@@ -94,7 +94,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     index = module.layer_idx
     assert isinstance(index, int)
-    return _current.step.layer(index, (query, key, value), kwargs), None
+    return _current.step.layer(index, (query, key, value), {**kwargs, "mask": mask[0] if mask else None}), None
 
 
 def register() -> None:
