@@ -23,10 +23,7 @@ __all__ = ["BENCHES", "add_parser", "run"]
 
 # name -> (module with add_flags(parser) and measure(args) -> Report, help)
 BENCHES = {
-    "templates": (
-        "kvreuse.ops.bench.templates",
-        "templated prompts over HTTP: time, throughput and memory, on and off",
-    ),
+    "templates": ("kvreuse.ops.bench.templates", "time, throughput and memory of templated prompts"),
 }
 
 
@@ -35,13 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("bench", help="measure what reuse brings", description="Measure what reuse brings")
     benches = parser.add_subparsers(title="measurements", metavar="NAME", dest="bench", required=True)
     for name, (module, help_text) in BENCHES.items():
-        bench = benches.add_parser(
-            name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter, description=help_text
-        )
+        bench = benches.add_parser(name, help=help_text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         importlib.import_module(module).add_flags(bench)
-        bench.add_argument(
-            "--json", metavar="FILE", help="write the figures there; - is stdout, and the table goes to stderr"
-        )
+        bench.add_argument("--json", metavar="FILE", help="write the figures there, - is stdout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
         out.flush()
         if out is not sys.stdout:
             out.close()
-    if report.fault is not None:
-        return _fail(report.fault)
-    return 0
+    return 0 if report.fault is None else _fail(report.fault)
 
 
 def _fail(sentence: str) -> int:

@@ -94,20 +94,19 @@ class Client:
             },
         }
         started_at = time.perf_counter()
+        answer: Any = None
         ttft_ms = None
         with self._response("POST", "/invocations", body=body) as response:
-            answer: Any = None
             if not ask.is_stream:
                 answer = json.loads(response.read())[0]
             for event in _events(response) if ask.is_stream else ():
-                if ttft_ms is None:
-                    ttft_ms = _ms_since(started_at)
+                ttft_ms = ttft_ms or _ms_since(started_at)
                 answer = event
         return _reply(answer, ttft_ms=ttft_ms, total_ms=_ms_since(started_at))
 
-    def ask_all(self, asks: Sequence[Ask], *, concurrency: int, on_reply: Callable[[], None]) -> list[Reply]:
-        """`concurrency` at a time, replies in the order of `asks`. Raises the first LoadError."""
-        with ThreadPoolExecutor(max_workers=concurrency) as pool:
+    def ask_all(self, asks: Sequence[Ask], *, on_reply: Callable[[], None]) -> list[Reply]:
+        """All at once, replies in the order of `asks`. Raises the first LoadError."""
+        with ThreadPoolExecutor(max_workers=len(asks)) as pool:
             futures = [pool.submit(self.ask, ask) for ask in asks]
             try:
                 for future in as_completed(futures):
@@ -178,10 +177,9 @@ def _reply(answer: Any, *, ttft_ms: float | None, total_ms: float) -> Reply:
 
 
 def _message(body: bytes) -> str:
-    try:
+    with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return "no reason given"
+    return "no reason given"
 
 
 def _ms_since(started_at: float) -> float:

@@ -17,28 +17,28 @@ class Progress:
         self._num_steps = num_steps
         self._num_done = 0
         self._phase = ""
-        self._is_terminal = out.isatty()
 
     def start(self, phase: str) -> None:
         """What follows is part of `phase`."""
         self._phase = phase
-        if self._is_terminal:
-            self._draw()
-        else:
+        if not self._out.isatty():
             print(f"{self._num_done}/{self._num_steps} {phase}", file=self._out, flush=True)
+        self._draw()
 
     def advance(self) -> None:
         """One step more is done."""
         self._num_done += 1
-        if self._is_terminal:
-            self._draw()
+        self._draw()
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
-        if self._is_terminal:
-            print("\r\x1b[K", end="", file=self._out, flush=True)
+        self._redraw("")
 
     def _draw(self) -> None:
         filled = _WIDTH * self._num_done // self._num_steps
         bar = "█" * filled + "░" * (_WIDTH - filled)
-        print(f"\r\x1b[K{bar} {self._num_done}/{self._num_steps} {self._phase}", end="", file=self._out, flush=True)
+        self._redraw(f"{bar} {self._num_done}/{self._num_steps} {self._phase}")
+
+    def _redraw(self, line: str) -> None:
+        if self._out.isatty():
+            print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)

@@ -14,35 +14,39 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 
 from kvreuse.errors import ConfigError
+from kvreuse.ops.bench.figures import Burst, Leg, Outcome, Settings, report_of
 from kvreuse.ops.bench.load import Ask, Client, Reply
 from kvreuse.ops.bench.progress import Progress
-from kvreuse.ops.bench.report import Burst, Leg, Outcome, Report, Settings, report_of
+from kvreuse.ops.bench.report import Report
 from kvreuse.ops.bench.server import serving
-from kvreuse.ops.bench.workload import Prompt, Workload, load_tokenizer
+from kvreuse.ops.bench.workload import Workload, load_tokenizer
 
 __all__ = ["add_flags", "measure"]
 
 _HITS_PER_TEMPLATE = 4
 _REQUEST_TIMEOUT_S = 600
+_MAX_NUMBER = 1_000_000
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this measurement; every default is what `make demo` shows."""
-    number = _integer(1, 100_000)
-    parser.add_argument("--templates", type=number, default=4, help="templates that the load is drawn from")
-    parser.add_argument("--variants", type=number, default=100, help="variants of one template sent at once")
-    parser.add_argument("--requests", type=number, default=16, help="requests of the load, each with reuse on and off")
-    parser.add_argument("--concurrency", type=number, default=8, help="requests of the load in flight")
-    parser.add_argument(
-        "--prefix-tokens", type=_integer(64, 1_000_000), default=1024, help="tokens that variants share"
+    # name, default, lowest, help
+    numbers = (
+        ("templates", 4, 1, "templates that the load is drawn from"),
+        ("variants", 100, 1, "variants of one template sent at once"),
+        ("requests", 16, 1, "requests of the load, each with reuse on and off"),
+        ("concurrency", 8, 1, "requests of the load in flight"),
+        ("prefix-tokens", 1024, 64, "tokens that variants share"),
+        ("own-tokens", 48, 16, "further tokens of each prompt"),
+        ("max-new-tokens", 16, 1, "tokens of each answer"),
+        ("seed", 0, 0, "the same seed gives the same prompts"),
     )
-    parser.add_argument("--own-tokens", type=_integer(16, 100_000), default=48, help="further tokens of each prompt")
-    parser.add_argument("--max-new-tokens", type=number, default=16, help="tokens of each answer")
-    parser.add_argument("--seed", type=_integer(0, 2**31), default=0, help="the same seed gives the same prompts")
+    for name, default, low, text in numbers:
+        parser.add_argument(f"--{name}", type=_integer(low), default=default, metavar="N", help=text)
     parser.add_argument("--model", default="demo", help="model to serve: demo, a folder or a hub id")
     parser.add_argument("--dtype", default="float32", help="type of weights and KV of the served model")
-    parser.add_argument("--url", default=None, help="measure this running server and start none")
-    parser.add_argument("--tokenizer", default=None, help="folder with tokenizer.json, if --model is not demo")
+    parser.add_argument("--url", help="measure this running server and start none")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="where tokenizer.json is, if --model has none")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -101,7 +105,7 @@ class _Run:
         """The burst comes first: only then is the peak of a fresh server its own."""
         self._progress.start("warming up")
         # Code paths and memory are warm afterwards, the store is as empty as before.
-        self._ask(self._workload.variant(self._settings.templates + 1), reuse=False)
+        self._ask(self._settings.templates + 1, reuse=False)
         burst = self._burst()
         cold, hits = self._latency()
         on, off = self._load()
@@ -111,7 +115,7 @@ class _Run:
         self._progress.start(f"{self._settings.variants} variants of one template at once")
         prompts = [self._workload.variant(0) for _ in range(self._settings.variants)]
         before = self._client.metrics()
-        replies = self._ask_all(prompts, reuse=True, concurrency=len(prompts))
+        replies = self._ask_all(prompts, reuse=True)
         return Burst(replies=replies, before=before, after=self._client.metrics())
 
     def _latency(self) -> tuple[list[Reply], list[Reply]]:
@@ -120,8 +124,8 @@ class _Run:
         cold: list[Reply] = []
         hits: list[Reply] = []
         for template in range(1, max(2, self._settings.templates)):
-            cold.append(self._ask(self._workload.variant(template), reuse=True))
-            hits += [self._ask(self._workload.variant(template), reuse=True) for _ in range(_HITS_PER_TEMPLATE)]
+            cold.append(self._ask(template))
+            hits += [self._ask(template) for _ in range(_HITS_PER_TEMPLATE)]
         return cold, hits
 
     def _load(self) -> tuple[Leg, Leg]:
@@ -133,26 +137,27 @@ class _Run:
             for reuse in (True, False) if start // size % 2 == 0 else (False, True):
                 self._progress.start(f"{size} at a time, reuse {'on' if reuse else 'off'}")
                 started_at = time.perf_counter()
-                replies = self._ask_all(prompts[start : start + size], reuse=reuse, concurrency=size)
-                legs[reuse].add(replies, duration_s=time.perf_counter() - started_at)
+                legs[reuse].replies += self._ask_all(prompts[start : start + size], reuse=reuse)
+                legs[reuse].duration_s += time.perf_counter() - started_at
         return legs[True], legs[False]
 
-    def _ask(self, prompt: Prompt, *, reuse: bool) -> Reply:
-        return self._ask_all([prompt], reuse=reuse, concurrency=1)[0]
+    def _ask(self, template: int, *, reuse: bool = True) -> Reply:
+        return self._ask_all([self._workload.variant(template)], reuse=reuse)[0]
 
-    def _ask_all(self, prompts: list[Prompt], *, reuse: bool, concurrency: int) -> list[Reply]:
-        """Every second one of several is asked for in one piece, the others as streams."""
+    def _ask_all(self, prompts: list[str], *, reuse: bool) -> list[Reply]:
+        """All at once. Every second one of several is asked for in one piece, the others as streams."""
+        new = self._settings.max_new_tokens
         asks = [
-            Ask(text=p.text, max_new_tokens=self._settings.max_new_tokens, reuse=reuse, is_stream=number % 2 == 0)
-            for number, p in enumerate(prompts)
+            Ask(text=text, max_new_tokens=new, reuse=reuse, is_stream=number % 2 == 0)
+            for number, text in enumerate(prompts)
         ]
-        return self._client.ask_all(asks, concurrency=concurrency, on_reply=self._progress.advance)
+        return self._client.ask_all(asks, on_reply=self._progress.advance)
 
 
-def _integer(low: int, high: int) -> Callable[[str], int]:
+def _integer(low: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {high}")
+        if not text.isdecimal() or not low <= int(text) <= _MAX_NUMBER:
+            raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {_MAX_NUMBER}")
         return int(text)
 
     return parse

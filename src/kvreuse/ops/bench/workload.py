@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from string import Template
@@ -17,24 +17,20 @@ from tokenizers import Tokenizer
 from kvreuse.engine.demo_model import demo_model_path
 from kvreuse.errors import ConfigError
 
-__all__ = ["Prompt", "Workload", "fit", "load_tokenizer"]
+__all__ = ["Workload", "fit", "load_tokenizer"]
 
 _TEXTS = Path(__file__).parent / "texts"
 _CASES = "=== cases\n"
 _PREFIX_TAIL, _PROMPT_TAIL = "\n\nMessage:", "\nAnswer:"
-_COMPANIES = ("Halden & Rowe", "Northbeck", "Tulip Harbour", "Carrow", "Ostrava Works", "Lindqvist")
-_REGIONS = ("Norway", "Flanders", "Bavaria", "Galicia", "Tuscany", "Jutland")
-_TEAMS = ("first desk", "evening team", "harbour office", "blue team", "quality group", "night shift")
-_NAMES = ("Ada Brook", "Jonas Weil", "Mira Castel", "Pavel Horn", "Ines Okoro", "Tom Aldry", "Lea Sund", "Omar Vane")
-_PLACES = ("Bergen", "Ghent", "Passau", "Vigo", "Lucca", "Ribe", "Tartu", "Graz", "Leeds", "Porto", "Brno", "Turku")
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One variant of one template. Two prompts of a template share its tokens and differ right behind them."""
-
-    template: int
-    text: str
+_WORDS: dict[str, Sequence[object]] = {
+    "company": ("Halden & Rowe", "Northbeck", "Tulip Harbour", "Carrow", "Ostrava Works", "Lindqvist"),
+    "region": ("Norway", "Flanders", "Bavaria", "Galicia", "Tuscany", "Jutland"),
+    "team": ("first desk", "evening team", "harbour office", "blue team", "quality group", "night shift"),
+    "name": ("Ada Brook", "Jonas Weil", "Mira Castel", "Pavel Horn", "Ines Okoro", "Tom Aldry", "Lea Sund"),
+    "place": ("Bergen", "Ghent", "Passau", "Vigo", "Lucca", "Ribe", "Tartu", "Graz", "Leeds", "Porto", "Brno"),
+    "number": range(100_000, 1_000_000),
+    "day": range(10, 29),
+}
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -90,37 +86,29 @@ class Workload:
             chance = random.Random(f"{self._seed}/{template}")
             text = f"{self._marker}Edition {template + 1}. "
             for number in count(template):
-                text += self._filled(self._sources[number % len(self._sources)].partition(_CASES)[0], chance)
+                text += _filled(self._sources[number % len(self._sources)].partition(_CASES)[0], chance)
                 if len(self._tokenizer.encode(text).ids) > self._prefix_tokens:
                     break
             self._prefixes[template] = fit(self._tokenizer, text, num_tokens=self._prefix_tokens, tail=_PREFIX_TAIL)
         return self._prefixes[template]
 
-    def variant(self, template: int) -> Prompt:
-        """The next variant that nobody has seen."""
+    def variant(self, template: int) -> str:
+        """The next variant that nobody has seen: it differs from all others right behind the prefix."""
         self._num_variants[template] += 1
         number = self._num_variants[template]
         chance = random.Random(f"{self._seed}/{template}/{number}")
         cases = self._sources[template % len(self._sources)].partition(_CASES)[2].splitlines()
         text = f" {number}."
         while len(self._tokenizer.encode(text).ids) < self._own_tokens:
-            text += "".join(" " + self._filled(case, chance) for case in chance.sample(cases, len(cases)))
+            text += "".join(" " + _filled(case, chance) for case in chance.sample(cases, len(cases)))
         num_tokens = self._prefix_tokens + self._own_tokens
-        head = self.prefix(template)
-        return Prompt(template, fit(self._tokenizer, text, num_tokens=num_tokens, head=head, tail=_PROMPT_TAIL))
+        return fit(self._tokenizer, text, num_tokens=num_tokens, head=self.prefix(template), tail=_PROMPT_TAIL)
 
-    def draw(self, num_prompts: int, *, num_templates: int) -> list[Prompt]:
+    def draw(self, num_prompts: int, *, num_templates: int) -> list[str]:
         """New variants of templates 0 to num_templates - 1, the template of rank r with probability ~ 1 / (r + 1)."""
         weights = [1 / (rank + 1) for rank in range(num_templates)]
         return [self.variant(t) for t in self._random.choices(range(num_templates), weights, k=num_prompts)]
 
-    def _filled(self, text: str, chance: random.Random) -> str:
-        return Template(text).substitute(
-            company=chance.choice(_COMPANIES),
-            region=chance.choice(_REGIONS),
-            team=chance.choice(_TEAMS),
-            name=chance.choice(_NAMES),
-            place=chance.choice(_PLACES),
-            number=chance.randrange(100_000, 1_000_000),
-            day=f"{chance.randint(1, 28):02d}",
-        )
+
+def _filled(text: str, chance: random.Random) -> str:
+    return Template(text).substitute({name: chance.choice(words) for name, words in _WORDS.items()})
