@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ SMALL = ["--templates=2", "--variants=6", "--requests=4", "--concurrency=2", "--
 class FakeKV(ThreadingHTTPServer):
     """Answers as kvreuse does, from a store of whole blocks of tokens; what it says is known from the prompt alone."""
 
-    daemon_threads = True
+    daemon_threads = False
     request_queue_size = 128
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -43,7 +43,8 @@ class FakeKV(ThreadingHTTPServer):
         self.blocks: set[tuple[int, ...]] = set()
         self.prefilled_tokens = 0
         self.bodies: list[dict[str, Any]] = []
-        self.is_ready = True
+        self.num_hung_up = 0
+        self.stalled = threading.Semaphore(0)
         self.is_reuse_wrong = False
         self.fault = ""
 
@@ -85,12 +86,17 @@ class _Routes(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         is_metrics = self.path == "/metrics"
-        status = 200 if is_metrics or (self.path == "/ping" and self.server.is_ready) else 503
+        status = 200 if is_metrics or self.path == "/ping" else 404
         self.send(status, self.server.metrics().encode() if is_metrics else b"")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.fault == "refused":
+        if body["inputs"] == "stall":
+            self.stall()
+            return
+        if self.server.fault == "refused after stalls":
+            self.server.stalled.acquire()
+        if self.server.fault.startswith("refused"):
             self.send(503, json.dumps({"error": {"message": "no more are taken"}}).encode())
             return
         answer = self.server.answer(body)
@@ -103,6 +109,13 @@ class _Routes(BaseHTTPRequestHandler):
         elif self.server.fault != "cut":
             events.append(answer)
         self.send(200, b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
+
+    def stall(self) -> None:
+        """Answers nothing. A client that hangs up is counted, one that just waits is not."""
+        self.connection.settimeout(20)
+        self.server.stalled.release()
+        with suppress(TimeoutError):
+            self.server.num_hung_up += self.connection.recv(1) == b""
 
     def send(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -247,6 +260,16 @@ def test_what_is_no_good_answer_is_an_error_of_one_sentence(server: FakeKV, faul
         Client(server.url).ask_all([Ask(text="a", max_new_tokens=1)] * 3, on_reply=lambda: None)
 
 
+def test_after_an_error_the_requests_that_still_wait_are_hung_up(server: FakeKV) -> None:
+    server.fault = "refused after stalls"
+    asks = [Ask(text=text, max_new_tokens=1) for text in ("stall", "refused")]
+    with pytest.raises(LoadError, match="no more are taken"):
+        Client(server.url).ask_all(asks, on_reply=lambda: None)
+    server.shutdown()
+    server.server_close()  # waits for the handlers
+    assert server.num_hung_up == 1
+
+
 def test_a_server_that_is_not_there_is_an_error_and_not_ready() -> None:
     client = Client("http://127.0.0.1:9")
     assert not client.is_ready()
@@ -324,7 +347,6 @@ def test_the_entrypoint_is_that_of_the_container_with_this_python() -> None:
 
 
 def test_sigterm_during_a_measurement_unwinds_it(server: FakeKV, tokenizer_folder: Path) -> None:
-    server.is_ready = True
     before = signal.getsignal(signal.SIGTERM)
     original = server.answer
 
@@ -356,8 +378,8 @@ def test_the_figures_are_those_of_the_server(
         assert figures["burst_computed_tokens"] == 128 + 6 * 24
         assert figures["peak_kv_bytes"] == 128 * BYTES_PER_TOKEN
         assert figures["unshared_kv_bytes"] == 6 * (128 + 24 + 16) * BYTES_PER_TOKEN
-        # Burst 6, cold 1, hits 4, load 4: the first of each of the two templates is computed.
-        assert figures["token_hit_rate"] == pytest.approx((15 - 2) * 128 / (15 * (128 + 24)))
+        # Burst 6, cold 3, hits 12, load 4: the first of each of the four templates is computed.
+        assert figures["token_hit_rate"] == pytest.approx((25 - 4) * 128 / (25 * (128 + 24)))
         assert (figures["outputs_equal"], figures["num_outputs_compared"]) == (True, 4)
         assert min(figures["throughput_on_tps"], figures["throughput_off_tps"]) > 0
         assert min(figures["ttft_hit_ms"], figures["ttft_cold_ms"]) > 0

@@ -98,14 +98,14 @@ class _Run:
     @staticmethod
     def num_requests(settings: Settings) -> int:
         """Of a whole run."""
-        num_unseen = max(1, settings.templates - 1)
-        return 1 + settings.variants + num_unseen * (1 + _HITS_PER_TEMPLATE) + 2 * settings.requests
+        num_one_by_one = (_num_templates(settings) - 1) * (1 + _HITS_PER_TEMPLATE)
+        return 1 + settings.variants + num_one_by_one + 2 * settings.requests
 
     def outcome(self) -> Outcome:
         """The burst comes first: only then is the peak of a fresh server its own."""
         self._progress.start("warming up")
         # Code paths and memory are warm afterwards, the store is as empty as before.
-        self._ask(self._settings.templates + 1, reuse=False)
+        self._ask(_num_templates(self._settings), reuse=False)
         burst = self._burst()
         cold, hits = self._latency()
         on, off = self._load()
@@ -123,7 +123,7 @@ class _Run:
         self._progress.start("first sight and hits, one at a time")
         cold: list[Reply] = []
         hits: list[Reply] = []
-        for template in range(1, max(2, self._settings.templates)):
+        for template in range(1, _num_templates(self._settings)):
             cold.append(self._ask(template))
             hits += [self._ask(template) for _ in range(_HITS_PER_TEMPLATE)]
         return cold, hits
@@ -152,6 +152,11 @@ class _Run:
             for number, text in enumerate(prompts)
         ]
         return self._client.ask_all(asks, on_reply=self._progress.advance)
+
+
+def _num_templates(settings: Settings) -> int:
+    """0 is that of the burst, the others are measured one request at a time: enough for a median."""
+    return max(4, settings.templates)
 
 
 def _integer(low: int) -> Callable[[str], int]:
