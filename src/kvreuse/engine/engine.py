@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from kvreuse.cache.hashing import BlockHasher
 from kvreuse.config import Config
-from kvreuse.engine.detokenizer import Detokenizer
 from kvreuse.engine.parts import EngineParts, build
-from kvreuse.engine.sampler import SamplingState, sample
+from kvreuse.engine.sampler import sample
 from kvreuse.engine.scheduler import Scheduled
 from kvreuse.engine.sequence import Answers, Sequence
 from kvreuse.errors import EngineDeadError, InternalError, KVReuseError, OverloadedError, RequestError
@@ -178,15 +176,7 @@ class Engine:
         if request.request_id not in self._requests:
             return
         for index in range(request.sampling.n):
-            sequence = Sequence(
-                answers=answers,
-                index=index,
-                token_ids=list(request.token_ids),
-                hasher=BlockHasher(scope=request.scope, block_size=self._parts.cache.block_size),
-                sampling=SamplingState(request.sampling, request.token_ids, index=index),
-                detokenizer=Detokenizer(self.tokenizer, stop=request.sampling.stop, prompt_ids=request.token_ids),
-            )
-            answers.sequences.append(sequence)
+            sequence = Sequence.start(answers, index, tokenizer=self.tokenizer, block_size=self._parts.cache.block_size)
             self._parts.scheduler.add(sequence)
 
     def _abort(self, request_id: str) -> None:

@@ -12,6 +12,7 @@ from kvreuse.cache.hashing import BlockHasher
 from kvreuse.cache.lease import Lease
 from kvreuse.engine.detokenizer import Detokenizer
 from kvreuse.engine.sampler import SamplingState
+from kvreuse.engine.tokenizer import Tokenizer
 from kvreuse.types import CacheFacts, Completion, Delta, FinishReason, OnEvent, Request, Tier, TokenLogprob
 
 __all__ = ["Answers", "Sequence"]
@@ -39,6 +40,21 @@ class Sequence:
     finish_reason: FinishReason | None = None
     passed_over_s: float | None = None
     _num_hashed: int = 0
+
+    @classmethod
+    def start(cls, answers: Answers, index: int, *, tokenizer: Tokenizer, block_size: int) -> Sequence:
+        """Answer number `index` of a request, with nothing computed yet."""
+        request = answers.request
+        sequence = cls(
+            answers=answers,
+            index=index,
+            token_ids=list(request.token_ids),
+            hasher=BlockHasher(scope=request.scope, block_size=block_size),
+            sampling=SamplingState(request.sampling, request.token_ids, index=index),
+            detokenizer=Detokenizer(tokenizer, stop=request.sampling.stop, prompt_ids=request.token_ids),
+        )
+        answers.sequences.append(sequence)
+        return sequence
 
     @property
     def request(self) -> Request:

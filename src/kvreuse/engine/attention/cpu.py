@@ -1,8 +1,8 @@
 """The CPU backend: torch's CPU flash attention on views of the slabs, partial results merged by log-sum-exp.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` returns the log-sum-exp of each row beside the output; with it the
-attention over disjoint keys is the weighted mean of the partial attentions (architecture, section 4). The query heads that
-share a KV head are stacked on the query axis, so a run that n rows see is one call with n x group queries.
+attention over disjoint keys is the weighted mean of the partial attentions. The query heads that share a KV head are
+stacked on the query axis, so a run that n rows see is one call with n x group queries.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CPUBackend:
 
 
 def _call(grouped: Tensor, slabs: tuple[Tensor, Tensor], call: _Prepared, scaling: float) -> tuple[Tensor, Tensor]:
-    """grouped (kv_heads, group, T, head_dim) -> output (kv_heads, group, rows, head_dim), lse (kv_heads, group, rows)."""
+    """grouped (kv_heads, group, T, head_dim) -> output (kv_heads, group, rows, head_dim) and lse without head_dim."""
     rows = grouped[:, :, call.rows]
     num_kv_heads, group, num_rows, head_dim = rows.shape
     keys, values = (slab[call.keys].transpose(0, 1).unsqueeze(0) for slab in slabs)

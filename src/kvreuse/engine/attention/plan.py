@@ -59,7 +59,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """The calls of all layers with one window: `first` covers every row once, in row order; `more` is merged into it."""
+    """All calls for one window: `first` covers every row once, in row order; `more` is merged into it."""
 
     first: tuple[Call, ...]
     more: tuple[Call, ...]

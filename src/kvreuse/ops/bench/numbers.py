@@ -1,0 +1,24 @@
+"""Checks of numbers given as flags.
+
+Knows argparse. Knows nothing of any measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+__all__ = ["at_least"]
+
+_MAX_NUMBER = 1_000_000
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An argparse type: an integer from `low` to a million."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= _MAX_NUMBER:
+            raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {_MAX_NUMBER}")
+        return int(text)
+
+    return parse
