@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
+
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from server.conftest import MakeSite, Site
@@ -48,3 +51,18 @@ def test_batch_transform_is_told_the_limits(make_site: MakeSite) -> None:
         "BatchStrategy": "SINGLE_RECORD",
         "MaxPayloadInMB": 25,
     }
+
+
+def test_idle_and_half_sent_connections_do_not_stop_ping(site: Site, client: httpx.Client) -> None:
+    address = httpx.URL(site.url)
+    halves = [
+        b"",
+        b"POST /invocations HTTP/1.1\r\nhos",
+        b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+    ]
+    with ExitStack() as stack:
+        for number in range(150):
+            sock = stack.enter_context(socket.create_connection((address.host, address.port or 80)))
+            sock.sendall(halves[number % 3])
+        assert client.get("/ping").status_code == 200
+        assert client.post("/invocations", json={"inputs": "a"}).status_code == 200

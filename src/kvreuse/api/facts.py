@@ -1,6 +1,6 @@
-"""Says the cache facts of a request: as `usage`, as `kv_cache`, and as one header value.
+"""Says the numbers of a request: cache facts as `usage`, `kv_cache` and one header value; log-probabilities.
 
-Knows CacheFacts. Knows nothing of schemas or HTTP beyond what a header value may hold.
+Knows results and CacheFacts. Knows nothing of schemas or HTTP beyond what a header value may hold.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from kvreuse.api.call import Result
 from kvreuse.types import CacheFacts, Done, Tier
 
-__all__ = ["CUSTOM_ATTRIBUTES", "custom_attributes", "kv_cache", "total", "usage"]
+__all__ = ["CUSTOM_ATTRIBUTES", "custom_attributes", "finite", "kv_cache", "total", "usage"]
 
 CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 _MAX_ATTRIBUTES = 1024
+_LEAST_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """`logprob` as JSON can carry it: a token that cannot be chosen has minus infinity, said as OpenAI servers do."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 def total(results: Sequence[Result]) -> CacheFacts:

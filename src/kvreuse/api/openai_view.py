@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kvreuse.api.call import Meta, Result
 from kvreuse.api.errors import openai_error
-from kvreuse.api.facts import kv_cache, total, usage
+from kvreuse.api.facts import finite, kv_cache, total, usage
 from kvreuse.errors import KVReuseError
 from kvreuse.types import Completion, Delta, Done, FinishReason, TokenLogprob
 
@@ -114,7 +114,7 @@ class ChatView(_View):
 
 def _named(token_id: int, logprob: float, meta: Meta) -> dict[str, object]:
     text = meta.token_text(token_id)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8"))}
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode("utf-8"))}
 
 
 class TextView(_View):
@@ -129,8 +129,8 @@ class TextView(_View):
         if part.logprobs:
             choice["logprobs"] = {
                 "tokens": [meta.token_text(lp.token_id) for lp in part.logprobs],
-                "token_logprobs": [lp.logprob for lp in part.logprobs],
-                "top_logprobs": [{meta.token_text(t): p for t, p in lp.top} for lp in part.logprobs],
+                "token_logprobs": [finite(lp.logprob) for lp in part.logprobs],
+                "top_logprobs": [{meta.token_text(t): finite(p) for t, p in lp.top} for lp in part.logprobs],
                 "text_offset": [],
             }
         return choice

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from kvreuse.api.call import Meta, Prompt, Result
 from kvreuse.api.errors import error_object
-from kvreuse.api.facts import kv_cache, usage
+from kvreuse.api.facts import finite, kv_cache, usage
 from kvreuse.errors import KVReuseError
 from kvreuse.types import Completion, Delta, Done, FinishReason
 
@@ -69,8 +69,8 @@ class SageMakerView:
         token: dict[str, object] = {"id": token_id, "text": meta.token_text(token_id)}
         if i < len(part.logprobs):
             logprob = part.logprobs[i]
-            token["logprob"] = logprob.logprob
-            token["top_tokens"] = [{"id": t, "text": meta.token_text(t), "logprob": p} for t, p in logprob.top]
+            token["logprob"] = finite(logprob.logprob)
+            token["top_tokens"] = [{"id": t, "text": meta.token_text(t), "logprob": finite(p)} for t, p in logprob.top]
         return token
 
     def delta(self, prompt: int, event: Delta, meta: Meta) -> Iterator[object]:

@@ -47,19 +47,22 @@ class Host:
     @property
     def toolkit(self) -> Toolkit:
         """Raises OverloadedError while loading, EngineDeadError afterwards when the engine is gone."""
+        return self._able()
+
+    @property
+    def service(self) -> Service:
+        """As `toolkit`; 404 where a user's handler does without the engine."""
+        self._able()
+        if self._service is None:
+            raise RequestError("this endpoint's handler serves /invocations only", status=404)
+        return self._service
+
+    def _able(self) -> Toolkit:
         if self._toolkit is None:
             raise OverloadedError("the model is still loading", retry_after_s=_LOADING_RETRY_S)
         if not self.is_able:
             raise EngineDeadError("the engine is not running")
         return self._toolkit
-
-    @property
-    def service(self) -> Service:
-        """As `toolkit`; 404 where a user's handler does without the engine."""
-        self.toolkit  # noqa: B018  # raises unless able
-        if self._service is None:
-            raise RequestError("this endpoint's handler serves /invocations only", status=404)
-        return self._service
 
     def gauges(self) -> Mapping[str, float]:
         """The engine's numbers by name, nested names joined by `_`, and `up`."""

@@ -29,6 +29,8 @@ __all__ = ["DRAIN_S", "main"]
 # SIGKILL comes 30 s after SIGTERM: finish for DRAIN_S, then abort, with some seconds left to say so.
 DRAIN_S = 20.0
 _ANSWER_S = 4
+# Longer than a caller keeps an idle connection: it must not be closed under a request that is on its way.
+_KEEP_ALIVE_S = 90
 _LOG = logging.getLogger(__name__)
 
 
@@ -86,6 +88,7 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(DRAIN_S) + _ANSWER_S,
             )
         )
