@@ -273,3 +273,29 @@ def test_more_tokens_than_have_slots_cannot_be_committed() -> None:
     with world.cache.acquire(tokens, scope=SCOPE) as lease, pytest.raises(ValueError, match="cannot commit"):
         world.cache.commit(lease, tokens, num_computed_tokens=BLOCK)
     world.check()
+
+
+def test_a_forged_hash_of_another_branch_is_a_miss_though_its_tokens_are_the_same() -> None:
+    world, left, right = World(), prompt(1, 1, extra=0), prompt(2, 1, extra=0)
+    same = [5, 5, 5, 5]
+    for tail in (same, [6, 6, 6, 6]):
+        world.run([*left, *tail, 0])
+    world.run([*right, 0])
+    attacker = [*right, *same, 0]
+    forged = [
+        block_hashes(tokens, scope=SCOPE, block_size=BLOCK)[at] for tokens, at in ((right, 0), ([*left, *same], 1))
+    ]
+    assert world.cache.peek(attacker, scope=SCOPE, hashes=forged) == BLOCK
+    world.check()
+
+
+def test_a_node_that_a_second_lease_holds_is_not_extended_under_it() -> None:
+    world, tokens = World(), prompt(1, 2, extra=0)
+    with world.start(tokens) as writer, world.cache.acquire([*tokens, 9], scope=SCOPE) as reader:
+        assert reader.num_cached_tokens == len(tokens)
+        assert world.prefill(writer, [*tokens, 1, 2, 3, 4])
+        assert world.prefill(reader, [*tokens, 5, 6, 7, 8])
+        world.check_lease(reader, [*tokens, 5, 6, 7, 8])
+        world.check()
+    assert world.cached([*tokens, 1, 2, 3, 4]) == world.cached([*tokens, 5, 6, 7, 8]) == 3
+    world.check()

@@ -20,10 +20,11 @@ __all__ = ["POLICIES", "Ghost", "GhostHistory", "SortKey", "Usable", "make_polic
 
 # Uses fade: a use counts half after this many turnovers.
 FREQUENCY_HALF_LIFE = 8.0
-# Twice the uses of a one-block node are worth this many turnovers without any use, before the weights.
-REUSE_TURNOVERS = 24.0
-# Doubling the size of a node takes this share of that worth away.
-SIZE_SHARE = 0.05
+# Every doubling of the uses beyond two is worth this many turnovers without any use, before the weights. (More protects
+# templates from longer floods; less lets go of finished conversations sooner.)
+DOUBLING_TURNOVERS = 12.0
+# Every doubling of a node's size costs this many.
+SIZE_TURNOVERS = 0.05
 
 
 class Usable(Protocol):
@@ -63,14 +64,14 @@ def _size_weighted_lru(weights: tuple[float, float]) -> SortKey:
 
     The additive age makes keys comparable for ever without rewriting them (as in GreedyDual-Size-Frequency,
     Cherkasova 1998). Recompute time per byte is nearly constant; what a hit saves beyond it (fixed costs of a request)
-    weighs more in a small node, hence the size term.
+    weighs more in a small node, hence the size term. Two uses are no habit: every conversation has a second turn.
     """
     by_frequency, by_recency = weights
 
     def key(entry: Usable) -> tuple[float, float]:
-        per_byte = 1.0 / (1.0 + SIZE_SHARE * log2(entry.num_blocks))
-        worth = by_frequency * REUSE_TURNOVERS * log2(1.0 + entry.frequency) * per_byte
-        return by_recency * entry.last_turnover + worth, entry.last_used_s
+        habit = by_frequency * DOUBLING_TURNOVERS * (log2(max(entry.frequency, 2.0)) - 1.0)
+        age = by_recency * entry.last_turnover
+        return age + habit - SIZE_TURNOVERS * log2(entry.num_blocks), entry.last_used_s
 
     return key
 

@@ -104,6 +104,10 @@ class SpanAllocator:
         self._used[rest.start] = rest
         return span, rest
 
+    def cut(self, span: Span, length: int) -> tuple[Span, Span | None]:
+        """Like split, but the rest may be empty: None."""
+        return (span, None) if length == span.length else self.split(span, length)
+
     def join(self, front: Span, rest: Span) -> None:
         """`front` takes the slots of `rest`, which begins where it ends; `rest` is gone."""
         self._check_owned(front)

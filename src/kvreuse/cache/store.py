@@ -19,7 +19,7 @@ from kvreuse.cache.lease import Lease, join_run
 from kvreuse.cache.node import Node, Query, Walk
 from kvreuse.cache.placement import Placer
 from kvreuse.cache.policy import GhostHistory, make_policy, touch
-from kvreuse.cache.spans import Span, SpanAllocator
+from kvreuse.cache.spans import SpanAllocator
 from kvreuse.cache.tree import PrefixTree
 from kvreuse.cache.usage import Counters, StoreUsage, measure
 from kvreuse.errors import ConfigError
@@ -82,13 +82,18 @@ class PrefixCache:
             return lease
         query = self._query(token_ids, scope, hashes)
         lease = self._open(scope, list(query.hashes), keeps=True)
-        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._use)
+        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._pass)
         self._take(lease, walk)
         if query.limit == 0:
             lease.miss_reason = MissReason.BELOW_MIN
         elif walk.num_blocks < query.limit:
             with self._structure:
-                self._finish_match(lease, query, walk)
+                self._match_rest(lease, query, walk)
+                if walk.num_blocks < query.limit:
+                    why = why_not_more(self._tree, self._ghosts, query=query, walk=walk)
+                    lease.miss_reason, lease.diverged_at = why
+        if lease.tail is not None and not lease.tail.is_fork:
+            self._tree.use(lease.tail, self._use)
         lease.num_cached_tokens = lease.num_committed_tokens
         hit = lease.num_cached_tokens
         self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
@@ -157,9 +162,8 @@ class PrefixCache:
                 return
             self.trim(lease, 0)
             lease.is_released = True
-            now, turnover = self._clock(), self._turnover()
             for node in list(lease.chain()):
-                self._tree.unpin(node, lambda node: touch(node, now=now, turnover=turnover, uses=0))
+                self._tree.unpin(node, lambda node: self._use(node, num_uses=0.0))
                 self._evictor.offer(node)
             lease.tail = lease.written = None
             with self._counters.lock:
@@ -197,12 +201,11 @@ class PrefixCache:
             check_store(self._tree, self._spans, self._evictor, leases=self._open_leases())
 
     def _query(self, token_ids: Sequence[int], scope: Scope, hashes: list[bytes] | None) -> Query:
-        limit = max(len(token_ids) - 1, 0) // self.block_size
-        packed = pack_tokens(token_ids)
+        packed, size = pack_tokens(token_ids), self.block_size
         if hashes is None:
             hashes = []
-            extend_hashes(hashes, packed, scope=scope, block_size=self.block_size)
-        return Query(hashes, packed, scope=scope, limit=limit)
+            extend_hashes(hashes, packed, scope=scope, block_size=size)
+        return Query(hashes, packed, scope=scope, limit=max(len(token_ids) - 1, 0) // size)
 
     def _open(self, scope: Scope, hashes: list[bytes], *, keeps: bool) -> Lease:
         lease = Lease(scope, hashes=hashes, keeps=keeps, on_exit=self.release)
@@ -222,20 +225,15 @@ class PrefixCache:
             join_run(lease.node_runs, start, length)
         walk.runs.clear()
 
-    def _finish_match(self, lease: Lease, query: Query, walk: Walk) -> None:
-        """Go on where whole nodes ended, now with the structure lock: part of a node, and why not more."""
-        self._match_rest(lease, query, walk)
-        if walk.num_blocks < query.limit:
-            lease.miss_reason, lease.diverged_at = why_not_more(self._tree, self._ghosts, query=query, walk=walk)
-
     def _match_rest(self, lease: Lease, query: Query, walk: Walk) -> None:
+        """Go on where whole nodes ended, now with the structure lock: into part of a node."""
         fresh_after = self._fresh_after()
-        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._use)
+        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._pass)
         if walk.stale is not None:
             self._evictor.expire(walk.stale, fresh_after=fresh_after)
         if walk.inside is not None and walk.num_inside:
             upper = self._tree.split(walk.inside, walk.num_inside)
-            self._tree.pin(upper, self._use)
+            self._tree.pin(upper, self._pass)
             walk.runs.append((upper.span.start, upper.span.length))
             walk.node = upper
             walk.num_blocks += upper.num_blocks
@@ -252,7 +250,7 @@ class PrefixCache:
         self._match_rest(lease, query, walk)
         shared = lease.num_committed_tokens - begin
         if shared and private is not None:
-            front, lease.private = self._cut_private(private, shared)
+            front, lease.private = self._spans.cut(private, shared)
             self._spans.free(front)
         # Its place in the index is taken by another block: this lease can store no more.
         lease.keeps = not walk.is_collision
@@ -262,7 +260,7 @@ class PrefixCache:
         num_slots = end - lease.num_committed_tokens
         if lease.private is None or not self._has_quota(lease.scope.tenant, num_slots):
             return
-        span, lease.private = self._cut_private(lease.private, num_slots)
+        span, lease.private = self._spans.cut(lease.private, num_slots)
         join_run(lease.node_runs, span.start, num_slots)
         new = lease.hashes[lease.num_committed_tokens // self.block_size : end // self.block_size]
         lease.num_committed_tokens = end
@@ -272,8 +270,8 @@ class PrefixCache:
         if tail is not None and tail is lease.written and self._tree.extend(tail, hashes, packed, span):
             return
         parent = self._tree.make_root(lease.scope) if tail is None else tail
-        # What returns after its eviction is known to be reused.
-        known = ghosts[0].frequency if ghosts[0] is not None else 0.0
+        # What returns after its eviction is known to be reused (once: more makes thrashing feed itself).
+        known = min(ghosts[0].frequency, 1.0) if ghosts[0] is not None else 0.0
         lease.tail = lease.written = self._tree.add(
             parent, hashes, packed, span=span, use=lambda node: self._use(node, num_uses=1.0 + known)
         )
@@ -285,15 +283,13 @@ class PrefixCache:
         excess = self._tree.tenant_slots.get(tenant, 0) + num_slots - self._quota_slots
         return excess <= 0 or self._evictor.evict_tenant(tenant, excess) >= excess
 
-    def _cut_private(self, private: Span, num_slots: int) -> tuple[Span, Span | None]:
-        """(its first num_slots slots, what is left of it)."""
-        return (private, None) if num_slots == private.length else self._spans.split(private, num_slots)
-
     def _use(self, node: Node, *, num_uses: float = 1.0) -> None:
-        touch(node, now=self._clock(), turnover=self._turnover(), uses=num_uses)
+        turnover = self._counters.num_committed_slots / self._spans.num_slots
+        touch(node, now=self._clock(), turnover=turnover, uses=num_uses)
 
-    def _turnover(self) -> float:
-        return self._counters.num_committed_slots / self._spans.num_slots
+    def _pass(self, node: Node) -> None:
+        """A match goes through. A use only at a fork: the next turn of one conversation says nothing of others."""
+        self._use(node, num_uses=float(node.is_fork))
 
     def _fresh_after(self) -> float:
         return self._clock() - self._ttl_s

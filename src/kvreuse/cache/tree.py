@@ -127,6 +127,10 @@ class PrefixTree:
             self._pin(bucket, node)
             use(node)
 
+    def use(self, node: Node, use: Callable[[Node], None]) -> None:
+        with self.bucket_of(node).lock:
+            use(node)
+
     def unpin(self, node: Node, use: Callable[[Node], None]) -> None:
         """Drop one pin; the node becomes its parent's most recently used child."""
         bucket = self.bucket_of(node)
