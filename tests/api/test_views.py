@@ -15,7 +15,7 @@ from kvreuse.errors import KVReuseError, OverloadedError
 from kvreuse.types import CacheFacts, Completion, Delta, Done, FinishReason, TokenLogprob
 
 META = Meta(request_id="abc", model="m", created=1, token_text=lambda token_id: f"<{token_id}>")
-LOGPROBS = (TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -math.inf))),)
+LOGPROBS = (TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -math.inf), (7, math.nan))),)
 
 
 def view(kind: str, **settings: Any) -> View:

@@ -19,7 +19,7 @@ _LEAST_LOGPROB = -9999.0
 
 def finite(logprob: float) -> float:
     """`logprob` as JSON can carry it: a token that cannot be chosen has minus infinity, said as OpenAI servers do."""
-    return max(logprob, _LEAST_LOGPROB)
+    return max(_LEAST_LOGPROB, logprob)  # in this order NaN counts as impossible too
 
 
 def total(results: Sequence[Result]) -> CacheFacts:
