@@ -16,15 +16,17 @@ from typing import NamedTuple, Protocol
 from kvreuse.errors import ConfigError
 from kvreuse.types import MissReason
 
-__all__ = ["POLICIES", "Ghost", "GhostHistory", "SortKey", "Usable", "make_policy", "touch"]
+__all__ = ["POLICIES", "RETURN_CREDIT", "Ghost", "GhostHistory", "SortKey", "Usable", "make_policy", "touch"]
 
 # Uses fade: a use counts half after this many turnovers.
 FREQUENCY_HALF_LIFE = 8.0
 # Every doubling of the uses beyond two is worth this many turnovers without any use, before the weights. (More protects
 # templates from longer floods; less lets go of finished conversations sooner.)
-DOUBLING_TURNOVERS = 12.0
+DOUBLING_TURNOVERS = 8.0
 # Every doubling of a node's size costs this many.
 SIZE_TURNOVERS = 0.05
+# What a block is credited when it returns after its eviction. Much more makes thrashing feed itself.
+RETURN_CREDIT = 0.25
 
 
 class Usable(Protocol):

@@ -18,7 +18,7 @@ from kvreuse.cache.integrity import check_store
 from kvreuse.cache.lease import Lease, join_run
 from kvreuse.cache.node import Node, Query, Walk
 from kvreuse.cache.placement import Placer
-from kvreuse.cache.policy import GhostHistory, make_policy, touch
+from kvreuse.cache.policy import RETURN_CREDIT, GhostHistory, make_policy, touch
 from kvreuse.cache.spans import SpanAllocator
 from kvreuse.cache.tree import PrefixTree
 from kvreuse.cache.usage import Counters, StoreUsage, measure
@@ -270,8 +270,7 @@ class PrefixCache:
         if tail is not None and tail is lease.written and self._tree.extend(tail, hashes, packed, span):
             return
         parent = self._tree.make_root(lease.scope) if tail is None else tail
-        # What returns after its eviction is known to be reused (once: more makes thrashing feed itself).
-        known = min(ghosts[0].frequency, 1.0) if ghosts[0] is not None else 0.0
+        known = RETURN_CREDIT if ghosts[0] is not None else 0.0
         lease.tail = lease.written = self._tree.add(
             parent, hashes, packed, span=span, use=lambda node: self._use(node, num_uses=1.0 + known)
         )
