@@ -164,3 +164,19 @@ def test_half_an_answer_never_looks_whole(client: httpx.Client, site: Site) -> N
         wait_for(lambda: site.engine.submitted)
         site.engine.abort(site.engine.submitted[0].request_id)
         assert answer.result().status_code == 503
+
+
+def test_a_fast_stream_lets_the_loop_see_that_its_caller_left(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(5):
+        with raw_post(site.url, {"inputs": "a", "parameters": {"max_new_tokens": 15_000}, "stream": True}) as sock:
+            sock.recv(100)
+        wait_for(lambda: site.engine.num_outstanding == 0)
+    assert "socket.send() raised exception" not in caplog.text
+    assert site.engine.aborted
+
+
+def test_a_fast_stream_leaves_the_loop_to_others(site: Site, client: httpx.Client) -> None:
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 15_000}, "stream": True}
+    with client.stream("POST", "/invocations", json=body) as response:
+        num_writes = sum(1 for _ in response.iter_raw(chunk_size=None))
+    assert num_writes < 15_000

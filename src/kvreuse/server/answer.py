@@ -117,10 +117,13 @@ class Answer:
             while None in self._results:
                 try:
                     async with asyncio.timeout(self._remaining_s()):
-                        number, event = await inbox.get()
+                        batch = [await inbox.get()]
                 except TimeoutError:
                     raise self._too_late() from None
-                for chunk in self._feed(number, event):
+                # Taking all leaves the inbox empty, so that every turn waits and lets the loop serve others.
+                while not inbox.empty():
+                    batch.append(inbox.get_nowait())
+                for chunk in self._merged(batch):
                     yield chunk
             for chunk in self._tail():
                 yield chunk
@@ -168,6 +171,21 @@ class Answer:
         if isinstance(result, KVReuseError) and self.is_stream:
             raise result
         return iter(())
+
+    def _merged(self, batch: Sequence[tuple[int, Event]]) -> Iterator[bytes]:
+        """One chunk for all that came at once, also when a fault ends it."""
+        chunks: list[bytes] = []
+        fault: KVReuseError | None = None
+        for number, event in batch:
+            try:
+                chunks.extend(self._feed(number, event))
+            except KVReuseError as error:
+                fault = error
+                break
+        if chunks:
+            yield b"".join(chunks)
+        if fault is not None:
+            raise fault
 
     def _tail(self) -> Iterator[bytes]:
         results = self.results
