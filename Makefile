@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: demo test check format serve bench clean
 
 demo: .venv/demo
-	$(BIN)/kvreuse bench templates --templates 1 --variants 100 --concurrency 16
+	$(BIN)/kvreuse bench templates
 
 test: .venv/demo .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q

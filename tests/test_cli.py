@@ -14,6 +14,7 @@ from kvreuse.cli.main import main
         (["--bogus"], "unknown flag --bogus", "kvreuse --help lists what is known"),
         (["serve", "--max-bach-size", "3"], "unknown flag --max-bach-size", "did you mean --max_batch_size?"),
         (["serve", "--kv_cache_tt=3"], "unknown flag --kv_cache_tt", "did you mean --kv_cache_ttl_s?"),
+        (["bench", "decode", "--stepz", "3"], "unknown flag --stepz", "did you mean --steps?"),
         (["serve", "--port"], "argument --port: expected one argument", "kvreuse serve --help"),
         (["serve", "model"], "unexpected argument model", "kvreuse serve --help"),
         (

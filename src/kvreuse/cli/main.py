@@ -72,9 +72,19 @@ def _run(arguments: list[str]) -> int:
         _refuse(command, parser)
     args, extras = parser.parse_known_args(arguments or [command])
     if extras:
-        _refuse(extras[0], by_name[command])
+        _refuse(extras[0], _deepest(by_name[command], arguments[1:]))
     code: int = importlib.import_module(COMMANDS[command][0]).run(args)
     return code
+
+
+def _deepest(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.ArgumentParser:
+    """The parser of the innermost subcommand that was named."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for number, argument in enumerate(arguments):
+                if argument in action.choices:
+                    return _deepest(action.choices[argument], arguments[number + 1 :])
+    return parser
 
 
 def _refuse(argument: str, parser: argparse.ArgumentParser) -> NoReturn:

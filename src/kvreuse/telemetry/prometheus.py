@@ -71,6 +71,7 @@ METRICS = (
     _gauge("kvreuse_kv_private_slots", "store_private_slots", "Slots that belong to one running sequence"),
     _gauge("kvreuse_kv_pinned_slots", "store_pinned_slots", "Slots of shared prefixes that are in use now"),
     _gauge("kvreuse_kv_free_slots", "store_free_slots", "Slots that hold nothing"),
+    _gauge("kvreuse_kv_max_used_slots", "store_max_used_slots", "Most slots that were ever in use"),
     _gauge("kvreuse_kv_largest_free_slots", "store_largest_free_slots", "Longest run of free slots"),
     _gauge("kvreuse_kv_used_bytes", "store_used_bytes", "KV memory in use"),
     _gauge("kvreuse_kv_blocks", "store_num_blocks", "Blocks that a prompt can hit"),
