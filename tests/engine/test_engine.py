@@ -231,3 +231,36 @@ def test_a_canary_is_unchanged_after_errors_and_aborts_of_all_kinds(monkeypatch)
             assert send(engine, canary).tokens() == expected
             if round_ % 7 != 3:
                 assert all(answer.result() for answer in noise)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_mixes_of_shared_prefixes_equal_reuse_off(seed):
+    rng = random.Random(seed)
+    trunk = _prompt(seed, 80)
+    prompts = []
+    for _ in range(40):
+        parent = rng.choice([*prompts, trunk])
+        prompts.append(parent[: rng.randrange(1, len(parent))] + _prompt(rng.randrange(10**6), rng.randrange(1, 25)))
+    with _llama(max_batch_size=16, max_batch_tokens=70, kv_cache_memory_bytes=_slots(700)) as engine:
+        answers = [send(engine, p, num_new=rng.randrange(1, 12)) for p in prompts]
+        got = [answer.tokens() for answer in answers]
+        for prompt, tokens in zip(prompts, got, strict=True):
+            assert send(engine, prompt, num_new=len(tokens), reuse=False).tokens() == tokens
+
+
+def test_a_hit_leaves_the_stored_entry_as_it_was():
+    prompt = _prompt(31, 4 * BLOCK)
+    with _llama() as engine:
+        send(engine, [*prompt, 5]).result()
+        pool = engine._parts.pool
+        with engine._parts.cache.acquire([*prompt, 5], scope=Request(request_id="", token_ids=(1,)).scope) as lease:
+            runs = lease.runs(lease.num_cached_tokens)
+
+        def content():
+            return [slab[start : start + n].clone() for slab in (*pool.keys, *pool.values) for start, n in runs]
+
+        before = content()
+        extenders = [send(engine, [*prompt, 40 + i], num_new=30) for i in range(2)]
+        for i, answer in enumerate(extenders):
+            assert answer.tokens() == generate(plain_tiny("llama"), [*prompt, 40 + i], 30)
+        assert all((a == b).all() for a, b in zip(before, content(), strict=True))

@@ -39,6 +39,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     passed_over_s: float | None = None
+    is_let_go: bool = False  # has waited for its group
     _num_hashed: int = 0
 
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from kvreuse.engine.sequence import Sequence
 
@@ -65,7 +66,7 @@ class WaitingRoom:
         `num_resident` tells how many tokens of a sequence's prefix are in the store.
         """
         now = self._clock()
-        head = [s for s, _ in zip(self._queue, range(MAX_CANDIDATES), strict=False) if not self._is_held(s, now)]
+        head = [s for s in islice(self._queue, MAX_CANDIDATES) if not self._is_held(s, now)]
         if len(head) < 2:
             return head
         return sorted(
@@ -82,16 +83,18 @@ class WaitingRoom:
                 sequence.passed_over_s = now
 
     def held_until_s(self) -> float | None:
-        """When the next sequence that waits for its group may go without it."""
-        if self._rules.group_min_size <= 1 or not self._queue:
+        """When the next sequence may go without its group; None while somebody may go now, or nobody is here."""
+        if self._rules.group_min_size <= 1 or not self._queue or any(s.is_let_go for s in self._queue):
             return None
         return min(s.answers.arrival_s for s in self._queue) + self._rules.group_max_wait_s
 
     def _is_held(self, sequence: Sequence, now: float) -> bool:
+        """Whether its group is still to fill. Once let go, a sequence is not held again."""
         rules = self._rules
-        if rules.group_min_size <= 1 or self._group_sizes[_group(sequence)] >= rules.group_min_size:
-            return False
-        return now - sequence.answers.arrival_s < rules.group_max_wait_s
+        is_full = self._group_sizes[_group(sequence)] >= rules.group_min_size
+        if is_full or now - sequence.answers.arrival_s >= rules.group_max_wait_s:
+            sequence.is_let_go = True
+        return not sequence.is_let_go
 
     def _is_overdue(self, sequence: Sequence, now: float) -> bool:
         since = sequence.passed_over_s
