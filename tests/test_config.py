@@ -223,7 +223,7 @@ def test_settings_of_djl_serving_are_ignored_and_reported(tmp_path: Path) -> Non
     config = load(path=properties(tmp_path, "".join(f"{key}=1\n" for key in sorted(DJL_ONLY))))
     assert config == Config()
     assert config.effective()[len(OPTIONS) :] == [
-        f"{key} ignored (a setting of DJL Serving only)" for key in sorted(DJL_ONLY)
+        f"{key}=1 ignored (a setting of DJL Serving only)" for key in sorted(DJL_ONLY)
     ]
 
 

@@ -68,7 +68,7 @@ def _from_file(path: Path | None) -> tuple[dict[str, _Given], tuple[str, ...]]:
         if FILE_KEYS[key] in given:
             raise ConfigError(f"{key} is given twice, under two spellings, in {path}")
         given[FILE_KEYS[key]] = _Given(raw, f"file {path}")
-    return given, tuple(key for key in pairs if key in DJL_ONLY)
+    return given, tuple(f"{key}={raw}" for key, raw in pairs.items() if key in DJL_ONLY)
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:

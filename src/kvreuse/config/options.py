@@ -8,66 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypeVar
+
 
 from kvreuse.config import kinds
-from kvreuse.config.kinds import Kind
+from kvreuse.config.declare import META, Option, option
 from kvreuse.errors import ConfigError
 
-__all__ = ["DEFAULT_MODEL_DIR", "OPTIONS", "Config", "Option", "option"]
+__all__ = ["DEFAULT_MODEL_DIR", "OPTIONS", "Config"]
 
 DEFAULT_MODEL_DIR = "/opt/ml/model"  # where SageMaker puts the model artefacts
-_MASK = "********"
-_META = "option"
 _MAX_TOKENS = 2**24
 _DAY_S = 86_400
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """What is declared of one option. `name` is its field in Config.
-
-    key: its name in serving.properties. env: further environment variables that set it, strongest first.
-    """
-
-    name: str = ""
-    key: str = ""
-    kind: Kind
-    doc: str
-    unit: str = ""
-    default: Any = None
-    env: tuple[str, ...] = ()
-    secret: bool = False
-
-    def check(self, value: Any, *, shown_as: str | None = None) -> None:
-        """Raise ConfigError that names the option, the value and what is allowed."""
-        if not self.kind.accepts(value):
-            shown = shown_as if shown_as is not None else str(value)
-            shown = _MASK if self.secret else f"'{shown}'"
-            raise ConfigError(f"{self.key} is {shown}, allowed is {self.kind.allowed}")
-
-    def shown(self, value: Any) -> str:
-        """The value as it would be written in serving.properties; secrets are masked."""
-        if value is None:
-            return "auto"
-        if self.secret:
-            return _MASK
-        if isinstance(value, bool):
-            return str(value).lower()
-        if isinstance(value, float):
-            return f"{value:.12g}"
-        return ",".join(f"{part:.12g}" for part in value) if isinstance(value, tuple) else str(value)
-
-
-def option(
-    default: T, kind: Kind, doc: str, *, unit: str = "", key: str = "", env: tuple[str, ...] = (), secret: bool = False
-) -> T:
-    """Declare a field of Config. `key` is needed only where it is not `option.<field>`."""
-    declared = Option(key=key, kind=kind, doc=doc, unit=unit, default=default, env=env, secret=secret)
-    declaration: T = field(default=default, metadata={_META: declared})
-    return declaration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +26,7 @@ class Config:
     """The whole configuration, checked when it is made. Raises ConfigError.
 
     None means derived: the doc of the option says from what. `sources` says where each value that is not the
-    default came from; `ignored` names keys of the file that belong to DJL Serving alone.
+    default came from; `ignored` are the lines of the file that belong to DJL Serving alone.
     """
 
     engine: str = option(
@@ -188,6 +139,28 @@ class Config:
         "Longest time for a stream (SageMaker gives up at 480)",
         unit="seconds",
     )
+    status_page: bool = option(True, kinds.boolean(), "Serve the page GET /status, which never shows a prompt")
+    cloudwatch: str = option("off", kinds.choice("off", "on"), "Publish metrics to CloudWatch")
+    cloudwatch_namespace: str = option(
+        "kvreuse", kinds.text("a name that CloudWatch takes"), "Namespace of the published metrics"
+    )
+    cloudwatch_interval_s: float = option(60, kinds.number(1, 3600), "Time between two publications", unit="seconds")
+    emf: bool = option(False, kinds.boolean(), "Write the published metrics to stdout in embedded metric format too")
+    endpoint_name: str = option(
+        "local", kinds.text("the endpoint's name"), "Dimension EndpointName; SageMaker tells no container its name"
+    )
+    variant_name: str = option("AllTraffic", kinds.text("the variant's name"), "Dimension VariantName")
+    otel_endpoint: str | None = option(
+        None,
+        kinds.optional(kinds.text("a URL")),
+        "Collector that takes a trace of every request over OTLP/HTTP; auto is none; needs the extra otel",
+    )
+    model_server_workers: int = option(
+        1,
+        kinds.integer(1, 4096),
+        "Workers that the stock model server would start; kvreuse is one process and warns when it is more",
+        env=("SAGEMAKER_MODEL_SERVER_WORKERS",),
+    )
     log_level: str = option("info", kinds.choice("debug", "info", "warning", "error"), "Least severe log line shown")
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -223,14 +196,14 @@ class Config:
             f"{declared.key}={declared.shown(getattr(self, name))} ({self.sources.get(name, 'default')})"
             for name, declared in OPTIONS.items()
         ]
-        return lines + [f"{key} ignored (a setting of DJL Serving only)" for key in self.ignored]
+        return lines + [f"{line} ignored (a setting of DJL Serving only)" for line in self.ignored]
 
 
 def _declared() -> dict[str, Option]:
     options = {}
     for item in fields(Config):
-        if _META in item.metadata:
-            found: Option = item.metadata[_META]
+        if META in item.metadata:
+            found: Option = item.metadata[META]
             key = found.key or f"option.{item.name}"
             options[item.name] = Option(
                 name=item.name,
