@@ -16,7 +16,7 @@ SRC = Path(__file__).parents[1] / "src" / "kvreuse"
 # A package may import only from rows below its own.
 ROWS = [
     {"cli"},
-    {"ops"},
+    {"ops", "client"},
     {"server"},
     {"api"},
     {"engine"},
@@ -30,8 +30,8 @@ RANK = {name: rank for rank, names in enumerate(ROWS) for name in names}
 LIBRARY_USERS = {
     "torch": ("kv/", "engine/"),
     "transformers": ("engine/", "kv/identity"),
-    "boto3": ("ops/", "telemetry/cloudwatch", "kv/tiers"),
-    "botocore": ("ops/", "telemetry/cloudwatch", "kv/tiers"),
+    "boto3": ("ops/", "client", "telemetry/cloudwatch", "kv/tiers"),
+    "botocore": ("ops/", "client", "telemetry/cloudwatch", "kv/tiers"),
     "starlette": ("server/",),
     "uvicorn": ("server/",),
     "prometheus_client": ("telemetry/",),
