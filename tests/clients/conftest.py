@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from server.conftest import make_site
+from server.conftest import make_site, site
 
-__all__ = ["make_site"]
+__all__ = ["make_site", "site"]
