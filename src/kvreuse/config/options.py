@@ -39,6 +39,9 @@ class Config:
         key="option.entryPoint",
         env=("SAGEMAKER_PROGRAM",),
     )
+    install_requirements: bool = option(
+        False, kinds.boolean(), "Install the model's code/requirements.txt before the handler is imported"
+    )
     model_id: str = option(
         DEFAULT_MODEL_DIR,
         kinds.text("a local folder, a hub id or demo"),

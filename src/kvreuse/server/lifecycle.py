@@ -21,6 +21,7 @@ from kvreuse.server import handler
 from kvreuse.server.app import create_app
 from kvreuse.server.host import Host
 from kvreuse.server.replies import log_fault
+from kvreuse.server.requirements import install_requirements
 from kvreuse.server.service import Service
 from kvreuse.server.toolkit import Toolkit
 
@@ -98,7 +99,10 @@ class _Server(uvicorn.Server):
     def load(self, host: Host, config: Config) -> None:
         """Load on this thread. A refusal is one sentence and the end of the process."""
         try:
-            toolkit = Toolkit(entry_point=config.entry_point, model_dir=_model_dir(config))
+            model_dir = _model_dir(config)
+            if config.install_requirements:
+                install_requirements(Path(model_dir, "code"))
+            toolkit = Toolkit(entry_point=config.entry_point, model_dir=model_dir)
             toolkit.load()
             self._service = handler.process.service
             host.ready(toolkit, self._service)
