@@ -63,6 +63,11 @@ class Lease:
         """Positions [num_committed_tokens, room_end) have private slots."""
         return self.num_committed_tokens + self.num_private_slots
 
+    def check_open(self) -> None:
+        """Raises ValueError when it is released."""
+        if self.is_released:
+            raise ValueError("the lease is released")
+
     def chain(self) -> Iterator[Node]:
         """The pinned nodes, deepest first. Under the structure lock."""
         node = self.tail

@@ -17,6 +17,7 @@ from kvreuse.cache.hashing import extend_hashes, pack_tokens
 from kvreuse.cache.integrity import check_store
 from kvreuse.cache.lease import Lease, join_run
 from kvreuse.cache.node import Node, Query, Walk
+from kvreuse.cache.outline import Outline, draw
 from kvreuse.cache.placement import Placer
 from kvreuse.cache.policy import RETURN_CREDIT, GhostHistory, make_policy, touch
 from kvreuse.cache.spans import SpanAllocator
@@ -63,10 +64,8 @@ class PrefixCache:
         self._ghosts = GhostHistory(min(_MAX_GHOSTS, num_slots // block_size))
         self._spans = SpanAllocator(num_slots)
         self._tree = PrefixTree(self._spans, block_size=block_size)
-        sort_key = make_policy(policy, lru_weights=lru_weights)
-        self._evictor = Evictor(
-            self._tree, self._spans, sort_key=sort_key, counters=self._counters, ghosts=self._ghosts
-        )
+        self._evictor = Evictor(self._tree, self._spans, sort_key=make_policy(policy, lru_weights=lru_weights),
+                                counters=self._counters, ghosts=self._ghosts)  # fmt: skip
         self._placer = Placer(self._tree, self._spans, evictor=self._evictor, move_slots=move_slots)
 
     def acquire(
@@ -116,7 +115,7 @@ class PrefixCache:
             return True
         num_live = min(max(num_computed_tokens - lease.num_committed_tokens, 0), lease.num_private_slots)
         with self._structure:
-            self._check_open(lease)
+            lease.check_open()
             has_room = self._placer.reserve(lease, num_slots, num_live=num_live, others=self._open_leases())
             num_used = self._spans.num_slots - self._spans.num_free
             self._counters.max_used_slots = max(self._counters.max_used_slots, num_used)
@@ -148,7 +147,7 @@ class PrefixCache:
         known = min(len(lease.hashes) * size, end)
         extend_hashes(lease.hashes, pack_tokens(token_ids[known:end]), scope=lease.scope, block_size=size)
         with self._structure:
-            self._check_open(lease)
+            lease.check_open()
             if self._tree.find(lease.hashes[begin // size]) is not None:
                 self._share(lease, token_ids, end)
             if lease.keeps and lease.num_committed_tokens < end:
@@ -182,8 +181,7 @@ class PrefixCache:
     def expire(self) -> int:
         """Drop what was not used for ttl_s and is not pinned; returns blocks."""
         with self._structure:
-            fresh_after = self._fresh_after()
-            return sum(self._evictor.expire(root, fresh_after=fresh_after) for root in self._tree.roots(None))
+            return sum(self._evictor.expire(r, fresh_after=self._fresh_after()) for r in self._tree.roots(None))
 
     def compact(self) -> int:
         """Slide what is unpinned together; returns how many slots were copied."""
@@ -194,6 +192,10 @@ class PrefixCache:
         with self._structure:
             return measure(self._tree, self._spans, counters=self._counters, bytes_per_token=self._bytes_per_token,
                            num_moves=self._placer.num_moves)  # fmt: skip
+
+    def outline(self, max_nodes: int) -> Outline:
+        """A picture for people; its work is bounded by max_nodes and the number of spans."""
+        return draw(self._tree, self._spans, lock=self._structure, max_nodes=max_nodes, now_s=self._clock())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when any two records of the store disagree. No acquire may be running."""
@@ -292,8 +294,3 @@ class PrefixCache:
 
     def _fresh_after(self) -> float:
         return self._clock() - self._ttl_s
-
-    @staticmethod
-    def _check_open(lease: Lease) -> None:
-        if lease.is_released:
-            raise ValueError("the lease is released")
