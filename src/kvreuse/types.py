@@ -5,9 +5,10 @@ Knows ints, strings and times. Knows nothing of tensors, HTTP or the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from kvreuse.errors import KVReuseError
 
@@ -19,6 +20,7 @@ __all__ = [
     "Event",
     "Failed",
     "FinishReason",
+    "MakeMask",
     "MissReason",
     "OnEvent",
     "Request",
@@ -48,6 +50,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  # it was here and was evicted
     EXPIRED = "expired"  # it was here and its TTL ran out
     SCOPE = "scope"  # the caller's own tokens are cached under another model or adapter
+    SLOWER_THAN_PREFILL = "slower_than_prefill"  # a lower tier has it, but computing it is quicker
     DISABLED = "disabled"  # reuse is off, for the endpoint or for this request
 
 
@@ -95,12 +98,17 @@ class SamplingParams:
     n: int = 1
 
 
+# From the live list of an answer's token ids (prompt first) to its mask: before each draw, bool [vocab] of what may come.
+MakeMask = Callable[[Sequence[int]], Callable[[], Any]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """What the client asked for. Immutable; its running state is `engine.sequence.Sequence`.
 
     token_ids: the whole prompt, at least one id.
     reuse: False computes the prompt afresh and stores nothing.
+    make_mask: limits what each answer may say; None is free text.
     """
 
     request_id: str
@@ -108,6 +116,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     scope: Scope = Scope()
     reuse: bool = True
+    make_mask: MakeMask | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

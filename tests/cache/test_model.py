@@ -39,6 +39,8 @@ class AnyMixOfRequests(RuleBasedStateMachine):
         return n * BLOCK
 
     def note(self, lease: Lease, tokens: list[int]) -> None:
+        if not lease.keeps:  # purged meanwhile: what it holds can no longer be found
+            return
         for end in range(BLOCK, lease.num_committed_tokens + 1, BLOCK):
             self.stored.add((lease.scope, tuple(tokens[:end])))
 

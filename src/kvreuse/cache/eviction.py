@@ -5,7 +5,7 @@ Knows the tree and the policy. Knows nothing of leases or of why room is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 
 from kvreuse.cache.hashing import HASH_BYTES
@@ -16,7 +16,9 @@ from kvreuse.cache.tree import PrefixTree
 from kvreuse.cache.usage import Counters
 from kvreuse.types import MissReason
 
-__all__ = ["Evictor"]
+__all__ = ["Evictor", "OnEvict"]
+
+OnEvict = Callable[[bytes, bytes, int, str], None]
 
 _MIN_HEAP_TO_SWEEP = 1024
 
@@ -32,13 +34,21 @@ class Evictor:
     """A lazy heap of unpinned leaves. An entry counts only while it is its node's newest and the node is still one."""
 
     def __init__(
-        self, tree: PrefixTree, spans: SpanAllocator, *, sort_key: SortKey, counters: Counters, ghosts: GhostHistory
+        self,
+        tree: PrefixTree,
+        spans: SpanAllocator,
+        *,
+        sort_key: SortKey,
+        counters: Counters,
+        ghosts: GhostHistory,
+        on_evict: OnEvict | None = None,
     ) -> None:
         self._tree = tree
         self._spans = spans
         self._sort_key = sort_key
         self._counters = counters
         self._ghosts = ghosts
+        self._on_evict = on_evict
         self._heap: list[_Entry] = []
         self._num_stamps = 0
 
@@ -131,7 +141,9 @@ class Evictor:
         cut = self._tree.cut(node, num_blocks)
         if cut is None:
             return False
-        hashes, _, span = cut
+        hashes, tokens, span = cut
+        if self._on_evict is not None and reason is MissReason.EVICTED:
+            self._on_evict(hashes, tokens, span.start, node.scope.tenant)
         self._spans.free(span)
         self._counters.add(**{_COUNTER_OF[reason]: num_blocks})
         if reason is not MissReason.COLD:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from threading import Lock, RLock
 
 from kvreuse.cache.diagnosis import why_not_more
-from kvreuse.cache.eviction import Evictor
+from kvreuse.cache.eviction import Evictor, OnEvict
 from kvreuse.cache.hashing import extend_hashes, pack_tokens
 from kvreuse.cache.integrity import check_store
 from kvreuse.cache.lease import Lease, join_run
@@ -35,6 +35,7 @@ class PrefixCache:
     """Reuses the KV of whole blocks of `block_size` tokens, one slot per token, bytes_per_token bytes per slot.
 
     ttl_s: seconds without use after which a block is dropped. tenant_quota_bytes: what one tenant may keep in nodes.
+    on_evict(hashes, token_bytes, first_slot, tenant): blocks leave for want of room, their slots still as they were.
     move_slots(src, dst, length): copies slots, overlapping ranges like memmove. Raises ConfigError for bad settings.
     """
 
@@ -49,6 +50,7 @@ class PrefixCache:
         lru_weights: tuple[float, float] = (0.3, 0.7),
         ttl_s: float = 14400.0,
         tenant_quota_bytes: int | None = None,
+        on_evict: OnEvict | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_slots < 1 or block_size < 1 or bytes_per_token < 1:
@@ -64,16 +66,30 @@ class PrefixCache:
         self._ghosts = GhostHistory(min(_MAX_GHOSTS, num_slots // block_size))
         self._spans = SpanAllocator(num_slots)
         self._tree = PrefixTree(self._spans, block_size=block_size)
-        self._evictor = Evictor(self._tree, self._spans, sort_key=make_policy(policy, lru_weights=lru_weights),
-                                counters=self._counters, ghosts=self._ghosts)  # fmt: skip
+        sort_key = make_policy(policy, lru_weights=lru_weights)
+        self._evictor = Evictor(
+            self._tree,
+            self._spans,
+            sort_key=sort_key,
+            counters=self._counters,
+            ghosts=self._ghosts,
+            on_evict=on_evict,
+        )
         self._placer = Placer(self._tree, self._spans, evictor=self._evictor, move_slots=move_slots)
 
     def acquire(
-        self, token_ids: Sequence[int], *, scope: Scope, reuse: bool = True, hashes: list[bytes] | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        scope: Scope,
+        reuse: bool = True,
+        hashes: list[bytes] | None = None,
+        is_counted: bool = True,
     ) -> Lease:
         """Match and pin the longest run of whole cached blocks from position 0 that leaves the last token out.
 
-        hashes: block_hashes(token_ids) when the caller has them; not kept and not changed.
+        hashes: block_hashes(token_ids) when the caller has them; not kept and not changed. is_counted: False for a
+        look that is no request's.
         """
         if not reuse:
             lease = self._open(scope, [], keeps=False)
@@ -95,7 +111,8 @@ class PrefixCache:
             self._tree.use(lease.tail, self._use)
         lease.num_cached_tokens = lease.num_committed_tokens
         hit = lease.num_cached_tokens
-        self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
+        if is_counted:
+            self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
         return lease
 
     def peek(self, token_ids: Sequence[int], *, scope: Scope, hashes: list[bytes] | None = None) -> int:

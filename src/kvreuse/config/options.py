@@ -6,9 +6,9 @@ Knows what may be set and what is sound. Knows nothing of files, environments or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-
+from typing import Any
 
 from kvreuse.config import kinds
 from kvreuse.config.declare import META, Option, option
@@ -100,6 +100,42 @@ class Config:
     kv_cache_defrag_interval: float = option(
         300, kinds.number(1, _DAY_S), "Time between compactions of the KV memory", unit="seconds"
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        kinds.choice("auto", "bf16", "fp16", "fp8", "int8", "int4"),
+        "Type of stored KV; bf16 and fp16 everywhere, fp8, int8 and int4 only in the tiers below the device",
+    )
+    kv_cache_quant_group_size: int = option(
+        64, kinds.integer(8, 1024), "Values that share a scale in fp8, int8 and int4, at most"
+    )
+    host_cache_bytes: int = option(
+        0, kinds.byte_size(0), "Host memory for KV below the device; 0 is none", unit="bytes"
+    )
+    disk_cache_dir: str | None = option(
+        None, kinds.optional(kinds.text("a folder")), "Folder for KV on disk; auto is none"
+    )
+    disk_cache_bytes: int = option(10 * 2**30, kinds.byte_size(2**20), "Disk space for KV", unit="bytes")
+    remote_cache_url: str | None = option(
+        None,
+        kinds.optional(kinds.text("a valkey://, redis://, rediss:// or s3:// URL")),
+        "Where instances share KV; auto is nowhere",
+        secret=True,
+    )
+    remote_cache_bytes: int = option(
+        10 * 2**30, kinds.byte_size(2**20), "Space for this model's KV in the remote store", unit="bytes"
+    )
+    remote_timeout_ms: int = option(
+        500, kinds.integer(1, 60_000), "Longest time for one operation of the remote store", unit="milliseconds"
+    )
+    tier_write: str = option(
+        "through",
+        kinds.choice("through", "on_evict", "off"),
+        "When blocks go to the tiers below: as they are computed, as they are evicted, or never",
+    )
+    cross_model_sharing: bool = option(
+        False, kinds.boolean(), "Share stored KV with models that differ only in what follows the last layer's KV"
+    )
+    audit_rate: float = option(0.001, kinds.number(0, 1), "Share of hits that are computed again and compared")
 
     max_batch_size: int = option(64, kinds.integer(1, 4096), "Sequences that run at the same time")
     max_batch_tokens: int = option(
@@ -142,6 +178,44 @@ class Config:
         "Longest time for a stream (SageMaker gives up at 480)",
         unit="seconds",
     )
+    max_body_bytes: int = option(25 * 2**20, kinds.byte_size(2**10), "Largest body of a request", unit="bytes")
+    max_n: int = option(16, kinds.integer(1, 1024), "Most answers to one prompt")
+    template_variables: Mapping[str, Any] | None = option(
+        None,
+        kinds.optional(kinds.json_object()),
+        "Variables of the chat template, such as date_string, that a request may replace; auto is none",
+    )
+    templates_file: str | None = option(
+        None,
+        kinds.optional(kinds.text("a file")),
+        "YAML or JSON file of prompt templates that requests may name; auto is none",
+    )
+    tenant_mode: str = option(
+        "off",
+        kinds.choice("off", "header", "required"),
+        "Keep tenants apart: off ignores tenant_header, header takes it where it is sent, required refuses without",
+    )
+    tenant_header: str = option(
+        "X-KVReuse-Tenant",
+        kinds.text("a header's name"),
+        "Header that names the tenant; in X-Amzn-SageMaker-Custom-Attributes it is tenant=NAME",
+    )
+    tenant_secret: str | None = option(
+        None,
+        kinds.optional(kinds.text("any text")),
+        "Key that turns tenant names into unguessable ones before they are used; auto is none",
+        secret=True,
+    )
+    tenant_quota_bytes: int | None = option(
+        None,
+        kinds.optional(kinds.byte_size(2**12)),
+        "KV memory that one tenant may keep; auto is no limit",
+        unit="bytes",
+    )
+    session_ttl_s: float = option(
+        1200, kinds.number(1, _DAY_S), "Time after which a session that was not closed expires", unit="seconds"
+    )
+    max_sessions: int = option(64, kinds.integer(0, 2**16), "Sessions that may be open at the same time")
     status_page: bool = option(True, kinds.boolean(), "Serve the page GET /status, which never shows a prompt")
     cloudwatch: str = option("off", kinds.choice("off", "on"), "Publish metrics to CloudWatch")
     cloudwatch_namespace: str = option(
@@ -208,16 +282,7 @@ def _declared() -> dict[str, Option]:
         if META in item.metadata:
             found: Option = item.metadata[META]
             key = found.key or f"option.{item.name}"
-            options[item.name] = Option(
-                name=item.name,
-                key=key,
-                kind=found.kind,
-                doc=found.doc,
-                unit=found.unit,
-                default=found.default,
-                env=found.env,
-                secret=found.secret,
-            )
+            options[item.name] = replace(found, name=item.name, key=key)
     return options
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvreuse.config import Config
 from kvreuse.engine.parts import EngineParts, build
+from kvreuse.engine.pins import Pins
 from kvreuse.engine.sampler import sample
 from kvreuse.engine.scheduler import Scheduled
 from kvreuse.engine.sequence import Answers, Sequence
@@ -38,6 +39,8 @@ class Engine:
         self._parts = parts
         self._clock = clock
         self.tokenizer = parts.tokenizer
+        self.grammars = parts.grammars
+        self.pins = Pins(parts.cache, max_tokens=parts.pool.num_slots // 2)
         self.max_model_len = parts.max_model_len
         self.model_name = parts.model_name
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -47,6 +50,8 @@ class Engine:
         self._num_failed_steps = 0
         self._num_steps = 0
         self._next_upkeep_s = clock() + parts.defrag_interval_s
+        if parts.lower is not None:
+            parts.lower.post = self._inbox.put
         self._thread = threading.Thread(target=self._main, name="kvreuse-engine", daemon=True)
         self._thread.start()
 
@@ -87,7 +92,8 @@ class Engine:
 
     def purge(self, *, tenant: str | None = None) -> int:
         """Drop the cached blocks of one tenant, or all; those in use leave when they are released. Returns blocks."""
-        return self._parts.cache.purge(tenant=tenant)
+        num_blocks = self._parts.cache.purge(tenant=tenant)
+        return num_blocks + (self._parts.lower.stack.purge(tenant) if self._parts.lower else 0)
 
     def stop(self, *, drain_s: float) -> None:
         """Take no more, give what runs up to `drain_s` to finish, abort the rest, end the thread."""
@@ -99,6 +105,8 @@ class Engine:
             self.abort(request_id)
         self._inbox.put(_end_thread)
         self._thread.join(timeout=10)
+        if self._parts.lower is not None:
+            self._parts.lower.stack.close()
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters of this moment, as plain numbers."""
@@ -112,6 +120,7 @@ class Engine:
             "lookup_s": scheduler.lookup_s,
             "bytes_per_token": self._parts.pool.layout.bytes_per_token,
             "store": usage,
+            "tiers": self._parts.lower.snapshot() if self._parts.lower else {},
         }
 
     def _check(self, request: Request) -> None:
@@ -190,8 +199,12 @@ class Engine:
     def _step(self) -> None:
         scheduler = self._parts.scheduler
         batch, failed = scheduler.schedule()
+        has_new_room = bool(failed) and self.pins.let_go()
         for sequence, error in failed:
-            self._fail(sequence.answers, error)
+            if has_new_room:
+                scheduler.add(sequence)
+            else:
+                self._fail(sequence.answers, error)
         batch = [item for item in batch if not item.sequence.is_finished]
         if not batch:
             return
@@ -208,7 +221,10 @@ class Engine:
             self._got_token(item.sequence, token_id, logprob)
 
     def _run(self, batch: list[Scheduled]) -> tuple[list[Scheduled], list[int], list[TokenLogprob | None]]:
+        started_s = time.perf_counter()
         items, logits = self._parts.runner.run(batch)
+        if self._parts.lower is not None:
+            self._parts.lower.measured(batch, took_ms=(time.perf_counter() - started_s) * 1e3)
         token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items]) if items else ([], [])
         self._parts.scheduler.commit(batch)
         return items, token_ids, logprobs

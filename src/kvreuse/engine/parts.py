@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,8 @@ from kvreuse.config import Config
 from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import NAME, register
+from kvreuse.engine.grammar import Grammars
+from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
@@ -19,8 +22,11 @@ from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
 from kvreuse.engine.tokenizer import Tokenizer
 from kvreuse.engine.waiting import GroupRules
 from kvreuse.errors import ConfigError
+from kvreuse.kv.codec import QUANTISED, BlockCodec
 from kvreuse.kv.layout import KVLayout, num_slots_for
 from kvreuse.kv.pool import KVPool
+from kvreuse.kv.tiers.open import open_tiers
+from kvreuse.kv.tiers.stack import TierStack
 
 __all__ = ["EngineParts", "assemble", "build"]
 
@@ -35,7 +41,9 @@ class EngineParts:
     scheduler: Scheduler
     cache: PrefixCache
     pool: KVPool
+    lower: LowerTiers | None
     tokenizer: Tokenizer
+    grammars: Grammars
     model_name: str
     max_model_len: int
     vocab_size: int
@@ -68,6 +76,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
         block_size=config.kv_cache_block_size,
     )
     pool = KVPool(layout, num_slots=num_slots)
+    lower = _lower_tiers(loaded, config, pool)
     backend = _backend(config.attention_backend, layout)
     cache = PrefixCache(
         num_slots=num_slots,
@@ -76,7 +85,9 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
         policy=config.kv_cache_policy,
         lru_weights=config.kv_cache_lru_weights,
         ttl_s=config.kv_cache_ttl_s,
+        tenant_quota_bytes=None if config.tenant_mode == "off" else config.tenant_quota_bytes,
         move_slots=pool.move,
+        on_evict=lower.evicted if lower else None,
     )
     num_devices = len(layout.devices)
     concurrency = config.concurrency(num_devices=num_devices)
@@ -89,16 +100,20 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
         num_slots,
         pool.num_bytes / 2**20,
     )
+    vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
+    eos_token_ids = frozenset(loaded.eos_token_ids)
     return EngineParts(
         runner=Runner(loaded.model, pool, backend),
-        scheduler=Scheduler(cache, _limits(config, concurrency)),
+        scheduler=Scheduler(cache, _limits(config, concurrency), lower=lower),
         cache=cache,
         pool=pool,
+        lower=lower,
         tokenizer=loaded.tokenizer,
+        grammars=Grammars(loaded.tokenizer, vocab_size=vocab_size, eos_token_ids=eos_token_ids),
         model_name=loaded.name,
         max_model_len=min(loaded.max_model_len, num_slots),
-        vocab_size=loaded.model.get_input_embeddings().weight.shape[0],
-        eos_token_ids=frozenset(loaded.eos_token_ids),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
         is_reuse_on=config.kv_cache_reuse,
         max_outstanding=concurrency + config.queue_limit(num_devices=num_devices),
         defrag_interval_s=config.kv_cache_defrag_interval,
@@ -115,6 +130,16 @@ def _limits(config: Config, concurrency: int) -> SchedulerLimits:
             max_queue_delay_s=config.max_queue_delay_ms / 1e3,
         ),
     )
+
+
+def _lower_tiers(loaded: LoadedModel, config: Config, pool: KVPool) -> LowerTiers | None:
+    tiers = open_tiers(config, model_folder=Path(loaded.source), layout=pool.layout) if config.kv_cache_reuse else []
+    if not tiers:
+        return None
+    codec = BlockCodec(pool.layout, block_size=config.kv_cache_block_size, group_size=config.kv_cache_quant_group_size)
+    encoding = config.kv_cache_dtype if config.kv_cache_dtype in QUANTISED else "raw"
+    stack = TierStack(tiers, codec, encoding=encoding, write=config.tier_write)
+    return LowerTiers(stack, pool=pool, codec=codec)
 
 
 def _device(name: str) -> torch.device:

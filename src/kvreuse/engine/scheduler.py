@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from kvreuse.cache.lease import Lease
 from kvreuse.cache.store import PrefixCache
+from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.sequence import Sequence
 from kvreuse.engine.waiting import GroupRules, InFlight, WaitingRoom
 from kvreuse.errors import OverloadedError
+from kvreuse.kv.tiers.stack import Fetched
 
 __all__ = ["Scheduled", "Scheduler", "SchedulerLimits"]
 
@@ -48,10 +50,16 @@ class Scheduler:
     """Owns which sequences wait and which run, and the leases of those that run."""
 
     def __init__(
-        self, cache: PrefixCache, limits: SchedulerLimits, *, clock: Callable[[], float] = time.monotonic
+        self,
+        cache: PrefixCache,
+        limits: SchedulerLimits,
+        *,
+        lower: LowerTiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._limits = limits
+        self._lower = lower
         self._clock = clock
         self._running: list[Sequence] = []  # admission order: the last is preempted first
         self._waiting = WaitingRoom(limits.groups, clock)
@@ -68,10 +76,13 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not yet."""
-        return len(self._waiting) + len(self._in_flight)
+        return len(self._waiting) + len(self._in_flight) + (len(self._lower) if self._lower else 0)
 
     def held_until_s(self) -> float | None:
         """When to schedule again although nothing happened; None when only an event can change anything."""
+        loaded_by_s = self._lower.next_deadline_s() if self._lower else None
+        if loaded_by_s is not None and not len(self._waiting):
+            return loaded_by_s
         return self._waiting.held_until_s()
 
     def add(self, sequence: Sequence) -> None:
@@ -83,6 +94,8 @@ class Scheduler:
         """Forget a sequence in whatever state it is; its memory and pins are free afterwards."""
         self._waiting.remove(sequence)
         self._in_flight.forget(sequence)
+        if self._lower is not None:
+            self._lower.forget(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
         self._let_go(sequence)
@@ -92,6 +105,8 @@ class Scheduler:
         batch: list[Scheduled] = []
         failed: list[tuple[Sequence, OverloadedError]] = []
         budget = self._limits.max_batch_tokens
+        for sequence in self._lower.overdue() if self._lower else ():
+            self._stop_loading(sequence)
         for is_decode in (True, False):
             for sequence in list(self._running):
                 if budget == 0 or (sequence.num_uncomputed_tokens == 1) != is_decode:
@@ -118,7 +133,10 @@ class Scheduler:
             num_blocks = sequence.num_computed_tokens // block_size
             if num_blocks * block_size > lease.num_committed_tokens:
                 sequence.hashes()
+                since = lease.num_committed_tokens
                 self._cache.commit(lease, sequence.token_ids, num_computed_tokens=sequence.num_computed_tokens)
+                if self._lower is not None:
+                    self._lower.committed(sequence, lease, since=since)
                 self._wake(self._in_flight.settle(sequence, num_blocks=num_blocks))
 
     # -- memory of running sequences --------------------------------------------------------------
@@ -172,7 +190,7 @@ class Scheduler:
         for sequence in self._waiting.candidates(self._num_resident):
             if not budget or len(self._running) >= self._limits.max_batch_size:
                 return
-            if self._must_wait(sequence):
+            if self._must_wait(sequence) or self._load(sequence):
                 continue
             if not self._start(sequence):
                 if not self._running:
@@ -200,6 +218,28 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._in_flight.block(sequence, awaited)
         return True
+
+    def _load(self, sequence: Sequence) -> bool:
+        """Storage has more of the prompt, and is asked for it."""
+        if self._lower is None:
+            return False
+        num_resident = self._num_resident(sequence)
+        if not self._lower.load(sequence, num_resident=num_resident, on_arrival=self._arrived):
+            return False
+        self._waiting.remove(sequence)
+        # Who needs the same blocks waits for this load.
+        self._in_flight.claim(sequence, sequence.hashes()[num_resident // self._cache.block_size :])
+        return True
+
+    def _arrived(self, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
+        assert self._lower is not None
+        if fetched.blocks:
+            self._lower.install(self._cache, sequence, first_block, fetched)
+        self._stop_loading(sequence)
+
+    def _stop_loading(self, sequence: Sequence) -> None:
+        if self._lower is not None and self._lower.forget(sequence):
+            self._wake([sequence, *self._in_flight.settle(sequence)])
 
     def _start(self, sequence: Sequence) -> bool:
         request, started_s = sequence.request, self._clock()

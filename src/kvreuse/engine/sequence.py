@@ -13,7 +13,7 @@ from kvreuse.cache.lease import Lease
 from kvreuse.engine.detokenizer import Detokenizer
 from kvreuse.engine.sampler import SamplingState
 from kvreuse.engine.tokenizer import Tokenizer
-from kvreuse.types import CacheFacts, Completion, Delta, FinishReason, OnEvent, Request, Tier, TokenLogprob
+from kvreuse.types import CacheFacts, Completion, Delta, FinishReason, MissReason, OnEvent, Request, Tier, TokenLogprob
 
 __all__ = ["Answers", "Sequence"]
 
@@ -40,18 +40,20 @@ class Sequence:
     finish_reason: FinishReason | None = None
     passed_over_s: float | None = None
     is_let_go: bool = False  # has waited for its group
+    has_tried_tiers: bool = False
     _num_hashed: int = 0
 
     @classmethod
     def start(cls, answers: Answers, index: int, *, tokenizer: Tokenizer, block_size: int) -> Sequence:
         """Answer number `index` of a request, with nothing computed yet."""
-        request = answers.request
+        request, token_ids = answers.request, list(answers.request.token_ids)
+        mask = request.make_mask(token_ids) if request.make_mask else None
         sequence = cls(
             answers=answers,
             index=index,
-            token_ids=list(request.token_ids),
+            token_ids=token_ids,
             hasher=BlockHasher(scope=request.scope, block_size=block_size),
-            sampling=SamplingState(request.sampling, request.token_ids, index=index),
+            sampling=SamplingState(request.sampling, request.token_ids, index=index, mask=mask),
             detokenizer=Detokenizer(tokenizer, stop=request.sampling.stop, prompt_ids=request.token_ids),
         )
         answers.sequences.append(sequence)
@@ -150,6 +152,8 @@ class Answers:
         self._first_token_s: float | None = None
         self._lease: Lease | None = None
         self._lookup_s = 0.0
+        self.promoted_from = Tier.NONE  # the lower tier that some of the cached tokens came from
+        self.is_load_slower = False  # a lower tier has more, but computing it is quicker
 
     @property
     def is_finished(self) -> bool:
@@ -171,12 +175,15 @@ class Answers:
         """What the caller is told."""
         lease, now = self._lease, self._clock()
         num_cached = lease.num_cached_tokens if lease else 0
+        reason = lease.miss_reason if lease else None
+        if reason is not None and self.is_load_slower:
+            reason = MissReason.SLOWER_THAN_PREFILL
         return CacheFacts(
             prompt_tokens=len(self.request.token_ids),
             cached_tokens=num_cached,
-            tier=Tier.DEVICE if num_cached else Tier.NONE,
-            miss_reason=lease.miss_reason if lease else None,
-            diverged_at=lease.diverged_at if lease else None,
+            tier=max(self.promoted_from, Tier.DEVICE, key=list(Tier).index) if num_cached else Tier.NONE,
+            miss_reason=reason,
+            diverged_at=lease.diverged_at if lease and reason is MissReason.DIVERGED else None,
             lookup_ms=self._lookup_s * 1e3,
             queue_ms=((now if self._admitted_s is None else self._admitted_s) - self.arrival_s) * 1e3,
             ttft_ms=((now if self._first_token_s is None else self._first_token_s) - self.arrival_s) * 1e3,

@@ -18,9 +18,10 @@ from torch import Tensor
 from kvreuse.kv.layout import KVLayout
 from kvreuse.kv.pool import KVPool
 
-__all__ = ["ENCODINGS", "BlockCodec"]
+__all__ = ["ENCODINGS", "QUANTISED", "BlockCodec"]
 
-ENCODINGS = ("raw", "bf16", "fp16", "fp8", "int8", "int4")
+QUANTISED = ("fp8", "int8", "int4")
+ENCODINGS = ("raw", "bf16", "fp16", *QUANTISED)
 _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Root mean square of the error over that of the values, in one section: a block with worse outliers stays as it is.
 _MAX_ERROR = {"bf16": 0.01, "fp16": 0.005, "fp8": 0.06, "int8": 0.02, "int4": 0.2}

@@ -16,7 +16,7 @@ __all__ = ["Block"]
 class Block:
     """The KV of one block of tokens.
 
-    key: the chained hash of the block (16 bytes). tenant: whose it is; part of the hash already, kept for purge and quota.
+    key: the chained hash of the block (16 bytes). tenant: whose it is; part of the hash too, kept for purge.
     token_bytes: the block's own token ids, 4 bytes each, compared on every hit.
     payload: uint8 (num_bytes,) on the CPU; `encoding` says how it is packed ("raw", or a quantised form).
     """

@@ -1,0 +1,160 @@
+"""Between the pool and the tiers below it: copy blocks out when written or evicted, bring them back on a match.
+
+Runs on the engine's thread and never waits: loads happen on the stack's workers and come back through `post`. Knows
+slots, blocks and sequences. Knows nothing of queues or batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvreuse.cache.hashing import HASH_BYTES, TOKEN_BYTES, pack_tokens
+from kvreuse.cache.lease import Lease
+from kvreuse.cache.store import PrefixCache
+from kvreuse.engine.sequence import Sequence
+from kvreuse.kv.codec import BlockCodec
+from kvreuse.kv.pool import KVPool
+from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.stack import Fetched, TierStack
+
+if TYPE_CHECKING:
+    from kvreuse.engine.scheduler import Scheduled
+
+__all__ = ["LowerTiers"]
+
+# However quick computing would be, storage gets this long before a sequence goes without it.
+MIN_PATIENCE_S = 0.05
+MIN_MEASURED_TOKENS = 32
+
+
+OnArrival = Callable[[Sequence, int, Fetched], None]
+
+
+class LowerTiers:
+    """Demotion and promotion for one pool."""
+
+    def __init__(
+        self,
+        stack: TierStack,
+        *,
+        pool: KVPool,
+        codec: BlockCodec,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stack = stack
+        self._pool = pool
+        self._codec = codec
+        self._clock = clock
+        self._deadlines: dict[Sequence, float] = {}
+        self.post: Callable[[Callable[[], None]], None] = lambda job: job()
+        self.num_promoted_tokens = 0
+
+    def __len__(self) -> int:
+        """Sequences that wait for storage."""
+        return len(self._deadlines)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Gauges and counters, per tier and of the flow between them."""
+        tiers = {tier.value: usage for tier, usage in self.stack.usage().items()}
+        return {**tiers, "num_dropped": self.stack.num_dropped, "promoted_tokens": self.num_promoted_tokens}
+
+    def measured(self, batch: Iterable[Scheduled], *, took_ms: float) -> None:
+        """Learn from a step what computing costs; one that hardly prefills says nothing."""
+        num_tokens = sum(item.num_tokens for item in batch if item.num_tokens > 1)
+        if num_tokens >= MIN_MEASURED_TOKENS:
+            self.stack.costs.computed(num_tokens=num_tokens, took_ms=took_ms)
+
+    def evicted(self, hashes: bytes, token_bytes: bytes, start: int, tenant: str) -> None:
+        """Blocks leave the pool: their slots from `start` on are still as they were."""
+        if self.stack.write == "on_evict":
+            self._offer(hashes, token_bytes, slots=range(start, start + len(token_bytes) // TOKEN_BYTES), tenant=tenant)
+
+    def committed(self, sequence: Sequence, lease: Lease, *, since: int) -> None:
+        """Positions [since, lease.num_committed_tokens) are whole blocks in the pool now."""
+        if self.stack.write != "through" or not lease.keeps:
+            return
+        size = self._codec.block_size
+        end = lease.num_committed_tokens
+        hashes = b"".join(sequence.hashes()[since // size : end // size])
+        slots = [lease.slot(position) for position in range(since, end, size)]
+        self._offer(hashes, pack_tokens(sequence.token_ids[since:end]), slots=slots, tenant=lease.scope.tenant, step=1)
+
+    def _offer(
+        self, hashes: bytes, token_bytes: bytes, *, slots: list[int] | range, tenant: str, step: int | None = None
+    ) -> None:
+        size = self._codec.block_size
+        num_bytes = size * TOKEN_BYTES
+        for number in range(len(hashes) // HASH_BYTES):
+            key = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+            if self.stack.wants(key):
+                self.stack.offer(
+                    Block(
+                        key=key,
+                        tenant=tenant,
+                        token_bytes=token_bytes[number * num_bytes : (number + 1) * num_bytes],
+                        payload=self._codec.read(self._pool, slots[number * (step or size)]),
+                    )
+                )
+
+    def load(self, sequence: Sequence, *, num_resident: int, on_arrival: OnArrival) -> bool:
+        """Begin to load what the tiers have beyond the resident tokens. False: nothing to wait for.
+
+        A sequence asks once. on_arrival(sequence, first_block, fetched) is posted to the engine's thread.
+        """
+        if sequence.has_tried_tiers or not sequence.request.reuse:
+            return False
+        sequence.has_tried_tiers = True
+        size = self._codec.block_size
+        first, last = num_resident // size, (len(sequence.token_ids) - 1) // size
+        keys = sequence.hashes()[first:last]
+        forecast = self.stack.forecast(keys)
+        if not forecast.num_blocks:
+            return False
+        compute_ms = self.stack.costs.prefill_ms(num_tokens=forecast.num_blocks * size)
+        if forecast.load_ms > compute_ms:
+            sequence.answers.is_load_slower = True
+            return False
+        step = size * TOKEN_BYTES
+        packed = pack_tokens(sequence.token_ids[first * size : last * size])
+        token_bytes = [packed[i : i + step] for i in range(0, len(packed), step)]
+
+        def on_done(fetched: Fetched) -> None:
+            self.post(lambda: on_arrival(sequence, first, fetched))
+
+        if not self.stack.fetch(keys, token_bytes, on_done):
+            return False
+        self._deadlines[sequence] = self._clock() + max(compute_ms / 1e3, MIN_PATIENCE_S)
+        return True
+
+    def forget(self, sequence: Sequence) -> bool:
+        """The sequence waits no more. True: it did."""
+        return self._deadlines.pop(sequence, None) is not None
+
+    def overdue(self) -> list[Sequence]:
+        """Who has waited long enough: computing is quicker than what is still to come."""
+        now = self._clock()
+        return [sequence for sequence, deadline_s in self._deadlines.items() if deadline_s <= now]
+
+    def next_deadline_s(self) -> float | None:
+        """When the next one has waited long enough."""
+        return min(self._deadlines.values(), default=None)
+
+    def install(self, cache: PrefixCache, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
+        """Make nodes of blocks that arrived, so that the sequence and others hit them; without room, drop them."""
+        size = self._codec.block_size
+        end = (first_block + len(fetched.blocks)) * size
+        with cache.acquire(
+            sequence.token_ids, scope=sequence.request.scope, hashes=sequence.hashes(), is_counted=False
+        ) as lease:
+            begin = lease.num_committed_tokens
+            if not first_block * size <= begin < end or not cache.reserve(lease, end, num_computed_tokens=begin):
+                return
+            for position in range(begin, end, size):
+                self._codec.write(
+                    self._pool, lease.slot(position), fetched.blocks[position // size - first_block].payload
+                )
+            cache.commit(lease, sequence.token_ids, num_computed_tokens=end)
+            sequence.answers.promoted_from = fetched.tier
+            self.num_promoted_tokens += end - begin
