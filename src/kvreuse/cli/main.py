@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 COMMANDS = {
     "serve": ("kvreuse.cli.serve", "serve a model"),
     "bench": ("kvreuse.ops.bench.cli", "measure what reuse brings"),
+    "lint": ("kvreuse.ops.lint.cli", "find what breaks reuse in prompts"),
 }
 _ROOT_FLAGS = ("-h", "--help", "--version")
 _LONG_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*")

@@ -1,0 +1,70 @@
+"""Files that tools read and write.
+
+Knows JSON, gzip and paths. Knows nothing of what a record means.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvreuse.errors import ConfigError
+
+__all__ = ["read_json", "read_lines", "write_json", "write_text"]
+
+
+def read_lines(path: str) -> list[Any]:
+    """The records of a JSON-lines file or a JSON array, gzipped or not; a line that is no JSON is itself.
+
+    Raises ConfigError when it cannot be read or is empty.
+    """
+    try:
+        raw = Path(path).read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except ValueError:
+            pass  # lines may begin with a bracket too
+    records = [_loads(line) for line in text.splitlines() if line.strip()]
+    if not records:
+        raise ConfigError(f"{path} holds nothing")
+    return records
+
+
+def read_json(path: str) -> Any:
+    """The value in a JSON file. Raises ConfigError."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no JSON: {error}") from error
+
+
+def write_json(path: str, value: object) -> None:
+    """Indented; - is stdout. Raises ConfigError."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str, text: str) -> None:
+    """- is stdout. Raises ConfigError."""
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _loads(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return line

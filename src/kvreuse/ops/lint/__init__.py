@@ -1,0 +1,1 @@
+"""Finds what keeps prompts from sharing their beginnings, and says what to change."""
