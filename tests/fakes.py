@@ -20,6 +20,7 @@ from kvreuse.types import (
     MissReason,
     OnEvent,
     Request,
+    Scope,
     Tier,
     TokenLogprob,
 )
@@ -69,6 +70,21 @@ class _Running:
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
 
 
+class FakePins:
+    """Remembers what is pinned."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[tuple[int, ...], Scope]] = []
+
+    def pin(self, token_ids: Sequence[int], *, scope: Scope) -> tuple[tuple[int, ...], Scope]:
+        lease = (tuple(token_ids), scope)
+        self.held.append(lease)
+        return lease
+
+    def unpin(self, lease: tuple[tuple[int, ...], Scope]) -> None:
+        self.held.remove(lease)
+
+
 class FakeEngine:
     """Keeps the contract of Engine: thread-safe submit and abort, events on the engine's thread."""
 
@@ -77,6 +93,7 @@ class FakeEngine:
 
     def __init__(self, *, max_outstanding: int = 1_000, step_s: float = 0.0) -> None:
         self.tokenizer = FakeTokenizer()
+        self.pins = FakePins()
         self.max_outstanding = max_outstanding
         self.step_s = step_s
         self.gate = threading.Event()
@@ -84,7 +101,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.submitted: list[Request] = []
         self.peak_running = 0
-        self._seen: list[tuple[int, ...]] = []
+        self._seen: list[tuple[tuple[int, ...], Scope]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._num_outstanding = 0
@@ -113,6 +130,11 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self._inbox.put(lambda: self._mark(request_id))
+
+    def purge(self, *, tenant: str | None = None) -> int:
+        kept = [seen for seen in self._seen if tenant is not None and seen[1].tenant != tenant]
+        num_dropped, self._seen = len(self._seen) - len(kept), kept
+        return num_dropped
 
     def stop(self, *, drain_s: float) -> None:
         self._is_stopping = True
@@ -161,8 +183,8 @@ class FakeEngine:
         if not request.reuse:
             return 0
         ids = request.token_ids
-        best = max((_common(ids, other) for other in self._seen), default=0)
-        self._seen.append(ids)
+        best = max((_common(ids, other) for other, scope in self._seen if scope == request.scope), default=0)
+        self._seen.append((ids, request.scope))
         return min(best, len(ids) - 1) // BLOCK * BLOCK
 
     def _mark(self, request_id: str) -> None:

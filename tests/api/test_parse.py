@@ -21,12 +21,12 @@ USER = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def hf(**parameters: Any) -> SamplingParams:
-    return sagemaker.parse({"inputs": "a", "parameters": parameters}, max_n=16).sampling
+    return sagemaker.parse({"inputs": "a", "parameters": parameters}).sampling
 
 
 def refusal(parse: Parse, body: Mapping[str, Any]) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        parse(body, max_n=16)
+        parse(body)
     return caught.value
 
 
@@ -60,7 +60,7 @@ def test_every_parameter_arrives_where_it_belongs() -> None:
     assert hf(**sent) == expected
     for name in ("max_new_tokens", "top_n_tokens"):
         del sent[name]
-    chat = openai.parse_chat(USER | sent | {"max_tokens": 7, "logprobs": True, "top_logprobs": 3}, max_n=16)
+    chat = openai.parse_chat(USER | sent | {"max_tokens": 7, "logprobs": True, "top_logprobs": 3})
     assert chat.sampling == expected
 
 
@@ -98,26 +98,26 @@ def test_a_value_out_of_range_is_refused_by_name(parse: Parse, name: str, bad: A
 
 def test_null_counts_as_absent() -> None:
     nulls = dict.fromkeys(sagemaker.PARAMETERS)
-    assert sagemaker.parse({"inputs": "a", "parameters": nulls}, max_n=16).sampling == SamplingParams()
-    assert openai.parse_chat(USER | dict.fromkeys(set(openai.CHAT) - {"messages"}), max_n=16).sampling.n == 1
+    assert sagemaker.parse({"inputs": "a", "parameters": nulls}).sampling == SamplingParams()
+    assert openai.parse_chat(USER | dict.fromkeys(set(openai.CHAT) - {"messages"})).sampling.n == 1
 
 
 def test_openai_samples_by_default_and_fills_the_context_in_a_chat() -> None:
-    chat = openai.parse_chat(USER, max_n=16)
-    text = openai.parse_completion({"prompt": "a"}, max_n=16)
+    chat = openai.parse_chat(USER)
+    text = openai.parse_completion({"prompt": "a"})
     assert (chat.sampling.temperature, text.sampling.temperature) == (1, 1)
     assert chat.is_length_open
     assert text.sampling.max_new_tokens == 16
 
 
 def test_max_completion_tokens_wins_over_max_tokens() -> None:
-    call = openai.parse_chat(USER | {"max_tokens": 5, "max_completion_tokens": 6}, max_n=16)
+    call = openai.parse_chat(USER | {"max_tokens": 5, "max_completion_tokens": 6})
     assert (call.sampling.max_new_tokens, call.is_length_open) == (6, False)
 
 
 def test_a_call_to_a_tool_may_have_no_content() -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    (chat,) = openai.parse_chat({"messages": [*USER["messages"], turn]}, max_n=16).prompts
+    (chat,) = openai.parse_chat({"messages": [*USER["messages"], turn]}).prompts
     assert isinstance(chat, Chat)
     assert chat.messages[1] == turn
 
@@ -166,7 +166,7 @@ bodies = st.builds(
 @given(body=bodies, number=st.integers(0, 2))
 def test_no_body_does_worse_than_a_refusal(body: dict[str, Any], number: int) -> None:
     try:
-        call = PARSERS[number](body, max_n=16)
+        call = PARSERS[number](body)
     except RequestError as error:
         assert 400 <= error.status < 500
     else:

@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
         (b'{"inputs": NaN}', 400, "NaN is not allowed"),
         (b"[" * 100_000, 400, "nesting"),
         (b'{"inputs": ' + b"9" * 5_000 + b"}", 400, "number is too long"),
-        (b"{}", 400, "exactly one of inputs, messages and prompt"),
+        (b"{}", 400, "exactly one of messages, prompt, inputs, template"),
         (b'{"inputs": "a", "prompt": "b"}', 400, "exactly one of"),
         (b'{"inputs": 5}', 400, "inputs must be a string or an array"),
         (b'{"inputs": []}', 400, "inputs must be a string or an array"),

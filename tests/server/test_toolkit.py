@@ -198,6 +198,9 @@ class StockContext:
         self.status = 200
         self.headers: dict[str, str] = {}
 
+    def get_all_request_header(self, index: int) -> dict[str, str]:
+        return {}
+
     def get_request_id(self, index: int = 0) -> str:
         return "abc"
 

@@ -6,13 +6,13 @@ Knows prompts and answers as values. Knows nothing of JSON field names, tokens o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.types import Delta, Done, SamplingParams
 
-__all__ = ["Call", "Chat", "Meta", "Prompt", "Result", "View"]
+__all__ = ["Call", "Chat", "Meta", "Prompt", "Result", "Rules", "Template", "View"]
 
 # What became of one prompt: its answer, or the fault that is its alone.
 Result = Done | KVReuseError
@@ -29,6 +29,23 @@ class Chat:
 
 # Text, token ids, messages; or the reason why this item of a list cannot be one.
 Prompt = str | tuple[int, ...] | Chat | RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """A registered prompt: text, or messages for the model's chat template, with {{name}} where variables go."""
+
+    body: str | Sequence[Mapping[str, object]]
+    variables: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What an endpoint allows and what it adds to its callers' bodies."""
+
+    max_n: int = 16
+    template_variables: Mapping[str, object] = field(default_factory=dict)
+    templates: Mapping[str, Template] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +79,7 @@ class Call:
     """`prompts` share the rest. `max_prompt_tokens` keeps only that many tokens from the end of each prompt.
 
     `is_length_open`: the caller set no length, so max_new_tokens shrinks to what the model still holds.
+    `json_schema`: what the answer must be an instance of.
     """
 
     prompts: tuple[Prompt, ...]
@@ -71,3 +89,4 @@ class Call:
     reuse: bool = True
     max_prompt_tokens: int | None = None
     is_length_open: bool = False
+    json_schema: Mapping[str, object] | None = None

@@ -7,44 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvreuse.api.call import Call, Chat, Prompt
+from kvreuse.api.call import Call, Chat, Prompt, Rules, View
 from kvreuse.api.fields import Fields, check_text
 from kvreuse.api.openai_view import ChatView, TextView
 from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
 from kvreuse.errors import RequestError
 
-__all__ = ["CHAT", "COMPLETION", "IGNORED", "parse_chat", "parse_completion"]
+__all__ = ["CHAT", "COMPLETION", "IGNORED", "parse_chat", "parse_completion", "read_messages"]
 
 MAX_PROMPTS = 256
 _MAX_TEMPERATURE = 2.0
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_COMMON = (*SAMPLING_NAMES, "model", "stream", "stream_options", "max_tokens", "logprobs", "kv_cache_reuse")
-CHAT = (*_COMMON, "messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+_COMMON = (
+    *SAMPLING_NAMES, "model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "kv_cache_reuse",
+)  # fmt: skip
+CHAT = (
+    *_COMMON, "messages", "tools", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "variables",
+)  # fmt: skip
 COMPLETION = (*_COMMON, "prompt", "best_of", "echo", "suffix")
 # OpenAI servers take these without an effect on the answer of a model like ours.
 IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "parallel_tool_calls",
-    "tool_choice",
-    "reasoning_effort",
-    "verbosity",
-)
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls", "tool_choice", "reasoning_effort", "verbosity",
+)  # fmt: skip
+_RULES = Rules()
 
 
-def parse_chat(body: Mapping[str, object], *, max_n: int, wants_stream: bool = False) -> Call:
+def parse_chat(body: Mapping[str, object], *, rules: Rules = _RULES, wants_stream: bool = False) -> Call:
     """RequestError 400 names the field that is wrong and what it may be."""
     fields = Fields(body)
     fields.refuse_unknown((*CHAT, *IGNORED))
+    variables = {**fields.mapping("chat_template_kwargs"), **fields.mapping("variables")}
     chat = Chat(
-        messages=_messages(body.get("messages")),
+        messages=read_messages(body.get("messages")),
         tools=_objects(fields, "tools"),
-        variables=fields.mapping("chat_template_kwargs") or None,
+        variables={**rules.template_variables, **variables} or None,
     )
     num_top = fields.integer("top_logprobs", default=0, low=0, high=20)
     wants_logprobs = fields.flag("logprobs", default=False)
@@ -52,47 +49,84 @@ def parse_chat(body: Mapping[str, object], *, max_n: int, wants_stream: bool = F
         raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     max_tokens = fields.integer("max_tokens", default=MAX_TOKENS, low=1, high=MAX_TOKENS)
     max_new_tokens = fields.integer("max_completion_tokens", default=max_tokens, low=1, high=MAX_TOKENS)
-    return Call(
+    return _call(
+        fields,
         prompts=(chat,),
-        sampling=read_sampling(
-            fields,
-            max_new_tokens=max_new_tokens,
-            max_temperature=_MAX_TEMPERATURE,
-            max_n=max_n,
-            logprobs=num_top if wants_logprobs else None,
-        ),
-        view=ChatView(includes_usage=_includes_usage(fields)),
-        is_stream=fields.flag("stream", default=wants_stream),
-        reuse=fields.flag("kv_cache_reuse", default=True),
+        max_new_tokens=max_new_tokens,
         is_length_open=max_new_tokens == MAX_TOKENS,
+        logprobs=num_top if wants_logprobs else None,
+        view=ChatView(includes_usage=_includes_usage(fields)),
+        max_n=rules.max_n,
+        wants_stream=wants_stream,
     )
 
 
-def parse_completion(body: Mapping[str, object], *, max_n: int, wants_stream: bool = False) -> Call:
+def parse_completion(body: Mapping[str, object], *, rules: Rules = _RULES, wants_stream: bool = False) -> Call:
     """RequestError 400 names the field that is wrong and what it may be."""
     fields = Fields(body)
     fields.refuse_unknown((*COMPLETION, *IGNORED))
-    n = fields.integer("n", default=1, low=1, high=max_n)
-    if fields.integer("best_of", default=n, low=1, high=max_n) != n:
+    n = fields.integer("n", default=1, low=1, high=rules.max_n)
+    if fields.integer("best_of", default=n, low=1, high=rules.max_n) != n:
         raise RequestError("best_of must equal n", param="best_of")
     for name in ("echo", "suffix"):
         if fields.values.get(name):
             raise RequestError(f"{name} is not supported", param=name)
     has_logprobs = fields.values.get("logprobs") is not None
-    return Call(
+    return _call(
+        fields,
         prompts=_prompts(body.get("prompt")),
-        sampling=read_sampling(
-            fields,
-            max_new_tokens=fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS),
-            max_temperature=_MAX_TEMPERATURE,
-            logprobs=fields.integer("logprobs", default=0, low=0, high=20) if has_logprobs else None,
-            max_n=max_n,
-        ),
+        max_new_tokens=fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS),
+        is_length_open=fields.values.get("max_tokens") is None,
+        logprobs=fields.integer("logprobs", default=0, low=0, high=20) if has_logprobs else None,
         view=TextView(includes_usage=_includes_usage(fields), n=n),
+        max_n=rules.max_n,
+        wants_stream=wants_stream,
+    )
+
+
+def _call(
+    fields: Fields,
+    *,
+    prompts: tuple[Prompt, ...],
+    max_new_tokens: int,
+    is_length_open: bool,
+    logprobs: int | None,
+    view: View,
+    max_n: int,
+    wants_stream: bool,
+) -> Call:
+    sampling = read_sampling(
+        fields, max_new_tokens=max_new_tokens, max_temperature=_MAX_TEMPERATURE, max_n=max_n, logprobs=logprobs
+    )
+    json_schema = _json_schema(fields)
+    if json_schema is not None and sampling.ignore_eos:
+        raise RequestError(
+            "ignore_eos cannot go with response_format: such an answer ends where it is", param="ignore_eos"
+        )
+    return Call(
+        prompts=prompts,
+        sampling=sampling,
+        view=view,
         is_stream=fields.flag("stream", default=wants_stream),
         reuse=fields.flag("kv_cache_reuse", default=True),
-        is_length_open=fields.values.get("max_tokens") is None,
+        is_length_open=is_length_open,
+        json_schema=json_schema,
     )
+
+
+def _json_schema(fields: Fields) -> Mapping[str, object] | None:
+    """What response_format asks of the answer; None is free text."""
+    wanted = Fields(fields.mapping("response_format"), where="response_format")
+    wanted.refuse_unknown(("type", "json_schema"))
+    kind = wanted.choice("type", ("text", "json_object", "json_schema"), default="text")
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    named = Fields(wanted.mapping("json_schema"), where="response_format.json_schema")
+    named.refuse_unknown(("name", "description", "schema", "strict"))
+    schema = named.mapping("schema")
+    if not schema:
+        raise named.error("schema", "a JSON schema")
+    return schema
 
 
 def _includes_usage(fields: Fields) -> bool:
@@ -130,7 +164,8 @@ def _objects(fields: Fields, name: str) -> list[Mapping[str, object]] | None:
     return value or None
 
 
-def _messages(value: object) -> list[Mapping[str, object]]:
+def read_messages(value: object) -> list[Mapping[str, object]]:
+    """`messages` checked, with their content as text. RequestError 400."""
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a non-empty array of objects with role and content", param="messages")
     return [_message(item, f"messages[{number}]") for number, item in enumerate(value)]

@@ -8,44 +8,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvreuse.api.call import Call, Prompt
+from kvreuse.api.call import Call, Prompt, Rules
 from kvreuse.api.fields import Fields, check_text
 from kvreuse.api.sagemaker_view import SageMakerView
 from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
+from kvreuse.api.templates import fill
 from kvreuse.errors import RequestError
 from kvreuse.types import SamplingParams
 
 __all__ = ["MAX_INPUTS", "PARAMETERS", "TOP_LEVEL", "parse"]
 
 MAX_INPUTS = 256
-TOP_LEVEL = ("inputs", "parameters", "stream")
+_RULES = Rules()
+TOP_LEVEL = ("inputs", "prefix", "template", "variables", "parameters", "stream")
 PARAMETERS = (
-    *SAMPLING_NAMES,
-    "max_new_tokens",
-    "do_sample",
-    "num_return_sequences",
-    "num_beams",
-    "truncate",
-    "return_full_text",
-    "details",
-    "logprobs",
-    "top_n_tokens",
-    "stream",
-    "kv_cache_reuse",
-)
+    *SAMPLING_NAMES, "max_new_tokens", "do_sample", "num_return_sequences", "num_beams", "truncate",
+    "return_full_text", "details", "logprobs", "top_n_tokens", "stream", "kv_cache_reuse",
+)  # fmt: skip
 # Any of these asks for sampling unless do_sample says otherwise.
 _WARPERS = ("temperature", "top_k", "top_p", "typical_p", "min_p")
 
 
-def parse(body: Mapping[str, object], *, max_n: int, wants_stream: bool = False) -> Call:
+def parse(body: Mapping[str, object], *, rules: Rules = _RULES, wants_stream: bool = False) -> Call:
     """RequestError 400 names the field that is wrong and what it may be. A bad item of a list spoils only itself."""
     top = Fields(body)
     top.refuse_unknown(TOP_LEVEL)
     fields = Fields(top.mapping("parameters"), where="parameters")
     fields.refuse_unknown(PARAMETERS)
-    sampling = _sampling(fields, max_n=max_n)
+    sampling = _sampling(fields, max_n=rules.max_n)
     is_stream = top.flag("stream", default=fields.flag("stream", default=wants_stream))
-    prompts = _prompts(body.get("inputs"))
+    prompts = _prompts(top, rules)
     if is_stream and (len(prompts) > 1 or sampling.n > 1):
         raise RequestError("a stream carries one answer: send one input and n = 1", param="stream")
     view = SageMakerView(
@@ -67,17 +59,26 @@ def parse(body: Mapping[str, object], *, max_n: int, wants_stream: bool = False)
     )
 
 
-def _prompts(inputs: object) -> tuple[Prompt, ...]:
+def _prompts(top: Fields, rules: Rules) -> tuple[Prompt, ...]:
+    """A prefix and its input are one text, tokenized at once: tokens may cross the seam as in any other prompt."""
+    inputs, prefix = top.values.get("inputs"), top.values.get("prefix")
+    if top.values.get("template") is not None:
+        if inputs is not None or prefix is not None:
+            raise RequestError("a template takes variables, neither inputs nor prefix", param="template")
+        return (fill(top.values["template"], top.mapping("variables"), rules=rules),)
+    if top.values.get("variables") is not None:
+        raise RequestError("variables need a template", param="variables")
+    head = "" if prefix is None else check_text(prefix, param="prefix")
     if isinstance(inputs, str):
-        return (check_text(inputs, param="inputs"),)
+        return (head + check_text(inputs, param="inputs"),)
     if not isinstance(inputs, list) or not 1 <= len(inputs) <= MAX_INPUTS:
         raise RequestError(f"inputs must be a string or an array of 1 to {MAX_INPUTS} strings", param="inputs")
-    return tuple(_item(item, number) for number, item in enumerate(inputs))
+    return tuple(_item(item, number, head) for number, item in enumerate(inputs))
 
 
-def _item(item: object, number: int) -> Prompt:
+def _item(item: object, number: int, head: str) -> Prompt:
     try:
-        return check_text(item, param=f"inputs[{number}]")
+        return head + check_text(item, param=f"inputs[{number}]")
     except RequestError as error:
         return error
 

@@ -12,21 +12,9 @@ __all__ = ["MAX_TOKENS", "SAMPLING_NAMES", "read_sampling"]
 
 MAX_TOKENS = 1_000_000
 SAMPLING_NAMES = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "n",
-    "logit_bias",
-)
+    "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logit_bias",
+)  # fmt: skip
 
 
 def read_sampling(

@@ -5,6 +5,7 @@ Knows kinds of values. Knows nothing of which options exist.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -52,6 +53,8 @@ class Option:
             return str(value).lower()
         if isinstance(value, float):
             return f"{value:.12g}"
+        if isinstance(value, dict):
+            return json.dumps(value, ensure_ascii=False)
         return ",".join(f"{part:.12g}" for part in value) if isinstance(value, tuple) else str(value)
 
 

@@ -5,6 +5,7 @@ Knows text and values. Knows nothing of which options exist.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Kind", "boolean", "byte_size", "choice", "integer", "number", "optional", "text", "weights"]
+__all__ = ["Kind", "boolean", "byte_size", "choice", "integer", "json_object", "number", "optional", "text", "weights"]
 
 _BYTE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BYTE_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
@@ -96,6 +97,11 @@ def byte_size(low: int) -> Kind:
         accepts=lambda value: type(value) is int and value >= low,
         allowed=f"a size of at least {low} bytes, such as 512MiB, 2GiB or 1000000000",
     )
+
+
+def json_object() -> Kind:
+    """A dict, written as a JSON object."""
+    return Kind(parse=json.loads, accepts=lambda value: isinstance(value, dict), allowed="a JSON object")
 
 
 def weights(count: int) -> Kind:

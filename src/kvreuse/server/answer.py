@@ -1,16 +1,14 @@
 """One call under way: its requests in the engine, its events turned into one body or one stream.
 
-Knows the engine's submit and abort and a View. Knows nothing of HTTP, field names or tokens. May be consumed by a
-thread (`join`, `for`) or by an event loop (`wait`, `stream`): the same state, two ways to wait.
+Knows the engine's submit and abort and a View. Knows nothing of HTTP, field names or tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import queue
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -56,6 +54,8 @@ class Answer:
         self._on_end = on_end
         self._started_at = time.monotonic()
         self._results: list[Result | None] = [None] * len(items)
+        self.headers: dict[str, str] = {}  # complete when the answer has been consumed
+        self.join_key: Hashable = None  # calls that run at the same time and have the same one are one
 
     @property
     def content_type(self) -> str:
@@ -81,27 +81,12 @@ class Answer:
     def error_body(self, error: KVReuseError) -> bytes:
         return _json(self._view.error(error, self.meta.request_id))
 
-    # For a thread.
-
     def join(self) -> bytes:
-        """Wait for the whole body. A stream is joined: all of its events in one body. Raises KVReuseError."""
-        return b"".join(self)
-
-    def __iter__(self) -> Iterator[bytes]:
-        inbox: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        with self._running(inbox.put):
-            while None in self._results:
-                try:
-                    number, event = inbox.get(timeout=self._remaining_s())
-                except queue.Empty:
-                    raise self._too_late() from None
-                yield from self._feed(number, event)
-            yield from self._tail()
-
-    # For an event loop.
+        """Wait for the whole body on a thread that runs no event loop. A stream is joined: its events in one body."""
+        return asyncio.run(self.wait())
 
     async def wait(self) -> bytes:
-        """As `join`, without a thread."""
+        """The whole body. Raises KVReuseError."""
         return b"".join([chunk async for chunk in self.stream()])
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -189,8 +174,9 @@ class Answer:
 
     def _tail(self) -> Iterator[bytes]:
         results = self.results
-        if not any(isinstance(result, Done) for result in results) and isinstance(results[0], KVReuseError):
-            raise results[0]
+        faults = [result for result in results if isinstance(result, KVReuseError)]
+        if faults and len(faults) == len(results):
+            raise faults[0]
         if self.is_stream:
             return self._lines(self._view.last(results, self.meta))
         return iter((_json(self._view.answer(results, self.meta)),))

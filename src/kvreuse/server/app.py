@@ -21,6 +21,7 @@ from kvreuse.api.openai_view import model_list
 from kvreuse.errors import InternalError, KVReuseError, RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.context import RequestContext
+from kvreuse.server.flights import Flights
 from kvreuse.server.host import Host
 from kvreuse.server.replies import error_response, log_fault, reply, user_reply
 from kvreuse.server.service import Schema, new_request_id
@@ -28,8 +29,9 @@ from kvreuse.telemetry.prometheus import Prometheus
 
 __all__ = ["ROUTES", "create_app"]
 
-# A body this long is read and tokenized on a thread, so that /ping answers meanwhile.
+# A body longer than this is read and tokenized on a thread, so that /ping answers meanwhile.
 _INLINE_BYTES = 16 * 1024
+_LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 
 T = TypeVar("T")
 Handle = Callable[[Request, str], Awaitable[Response]]
@@ -42,6 +44,7 @@ ROUTES = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
+    ("POST", "/purge"),
 )
 
 
@@ -56,6 +59,7 @@ def create_app(host: Host) -> Starlette:
         "/v1/chat/completions": routes.chat,
         "/v1/completions": routes.completions,
         "/v1/models": routes.models,
+        "/purge": routes.purge,
     }
     bound = [Route(path, routes.bounded(path, handles[path]), methods=[method]) for method, path in ROUTES]
     return Starlette(routes=bound, exception_handlers={HTTPException: routes.no_route})
@@ -64,6 +68,7 @@ def create_app(host: Host) -> Starlette:
 class _Routes:
     def __init__(self, host: Host) -> None:
         self._host = host
+        self._flights = Flights()
         self._prometheus = Prometheus(host.stats, host.gauges)
         # As many threads as may run at once: a user's hook holds its thread until it has answered.
         self._threads = ThreadPoolExecutor(max_workers=host.max_concurrency, thread_name_prefix="kvreuse-hook")
@@ -126,18 +131,30 @@ class _Routes:
             raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)
 
         def answer() -> Answer:
-            return service.answer(body, schema=schema, request_id=request_id, wants_stream=_wants_stream(request))
+            return service.answer(
+                body,
+                schema=schema,
+                request_id=request_id,
+                wants_stream=STREAM_TYPE in request.headers.get("accept", ""),
+                headers=request.headers,
+            )
 
-        return await reply(await self._do(answer, is_quick=len(body) <= _INLINE_BYTES), request.receive, headers={})
+        result = await self._do(answer, is_quick=_is_quick(body))
+        return await reply(result, request.receive, flights=self._flights, headers={})
+
+    async def purge(self, request: Request, request_id: str) -> Response:
+        """SageMaker forwards no request here, and nobody else on the network may."""
+        if request.client is None or request.client.host not in _LOOPBACK:
+            raise RequestError("this route answers to the machine itself only", status=403)
+        return JSONResponse({"purged_blocks": self._host.service.purge(request.headers)})
 
     async def invocations(self, request: Request, request_id: str) -> Response:
         toolkit = self._host.toolkit
         body = await self._read(request)
         context = RequestContext(request.headers, request_id=request_id, model_dir=toolkit.model_dir)
-        is_quick = toolkit.is_own and len(body) <= _INLINE_BYTES
-        result = await self._do(lambda: toolkit.run(body, context), is_quick=is_quick)
+        result = await self._do(lambda: toolkit.run(body, context), is_quick=toolkit.is_own and _is_quick(body))
         if isinstance(result, Answer):
-            return await reply(result, request.receive, headers=context.response_headers)
+            return await reply(result, request.receive, flights=self._flights, headers=context.response_headers)
         return user_reply(result, context)
 
     async def _do(self, work: Callable[[], T], *, is_quick: bool) -> T:
@@ -175,5 +192,6 @@ def _media_type(request: Request) -> str:
     return request.headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower()
 
 
-def _wants_stream(request: Request) -> bool:
-    return STREAM_TYPE in request.headers.get("accept", "")
+def _is_quick(body: bytes) -> bool:
+    """A long body takes a while to tokenize, a grammar to compile."""
+    return len(body) <= _INLINE_BYTES and b'"response_format"' not in body

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvreuse.server.callers import join_headers
+
 __all__ = ["SERVER_NAME", "RequestContext"]
 
 SERVER_NAME = "kvreuse"
@@ -19,7 +21,7 @@ class RequestContext:
     """
 
     def __init__(self, headers: Mapping[str, str], *, request_id: str, model_dir: str) -> None:
-        self._headers = {name.lower(): value for name, value in headers.items()}
+        self._headers = join_headers(headers)
         self.request_id = request_id
         self.status = 200
         self.content_type: str | None = None

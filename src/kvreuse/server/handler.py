@@ -14,11 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvreuse.api.call import Rules
 from kvreuse.api.errors import error_object
 from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
+from kvreuse.api.templates import load_templates
 from kvreuse.config import DEFAULT_MODEL_DIR, Config, load_config
 from kvreuse.errors import InternalError, KVReuseError, RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
+from kvreuse.server.callers import Tenancy
 from kvreuse.server.context import SERVER_NAME
 from kvreuse.server.service import Limits, Service, new_request_id
 from kvreuse.telemetry.request_log import RequestLog
@@ -61,7 +64,8 @@ def transform_fn(model: Service, data: Any, content_type: str, accept: str, cont
     try:
         if (content_type or JSON_TYPE).split(";")[0].strip().lower() != JSON_TYPE:
             raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)
-        answer = model.answer(data, request_id=request_id, wants_stream=STREAM_TYPE in (accept or ""))
+        wants_stream = STREAM_TYPE in (accept or "")
+        answer = model.answer(data, request_id=request_id, wants_stream=wants_stream, headers=_headers(context))
         if context is not None and context.system_properties.get("server_name") == SERVER_NAME:
             return answer
         return _joined(answer, context)
@@ -72,17 +76,23 @@ def transform_fn(model: Service, data: Any, content_type: str, accept: str, cont
         return json.dumps(error_object(error, request_id)), JSON_TYPE
 
 
-def predict(data: Mapping[str, object], model: Any) -> Answer:
+def predict(data: Mapping[str, object], model: Any, context: Any) -> Answer:
     """The default `predict_fn`, for a handler that brings its own input or output function only."""
     if not isinstance(model, Service):
         raise InternalError("the handler has a model_fn of its own, so it needs a predict_fn or a transform_fn too")
-    return model.answer(data)
+    return model.answer(data, headers=_headers(context))
+
+
+def _headers(context: Any) -> Mapping[str, str]:
+    return {} if context is None else context.get_all_request_header(0)
 
 
 def _joined(answer: Answer, context: Any) -> tuple[bytes, str]:
     body = answer.join()
     if context is not None:
-        context.set_response_header(0, CUSTOM_ATTRIBUTES, custom_attributes(answer.meta.request_id, answer.facts))
+        named = {CUSTOM_ATTRIBUTES: custom_attributes(answer.meta.request_id, answer.facts)}
+        for name, value in (answer.headers | named).items():
+            context.set_response_header(0, name, value)
     return body, answer.content_type
 
 
@@ -95,5 +105,17 @@ def _find_config(model_dir: str) -> Config:
 def _load(config: Config, stats: Stats) -> Service:
     from kvreuse.engine.engine import Engine  # torch takes seconds; the port must answer before
 
-    limits = Limits(request_timeout_s=config.request_timeout_s, stream_timeout_s=config.stream_timeout_s)
-    return Service(Engine.load(config, stats=stats), stats=stats, log=RequestLog(sys.stdout), limits=limits)
+    templates = load_templates(Path(config.templates_file)) if config.templates_file else {}
+    return Service(
+        Engine.load(config, stats=stats),
+        stats=stats,
+        log=RequestLog(sys.stdout),
+        limits=Limits(
+            request_timeout_s=config.request_timeout_s,
+            stream_timeout_s=config.stream_timeout_s,
+            session_ttl_s=config.session_ttl_s,
+            max_sessions=config.max_sessions,
+        ),
+        rules=Rules(max_n=config.max_n, template_variables=config.template_variables or {}, templates=templates),
+        tenancy=Tenancy(mode=config.tenant_mode, header=config.tenant_header, secret=config.tenant_secret),
+    )

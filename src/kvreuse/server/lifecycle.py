@@ -19,6 +19,7 @@ from kvreuse.config import DEFAULT_MODEL_DIR, Config
 from kvreuse.errors import ConfigError, KVReuseError
 from kvreuse.server import handler
 from kvreuse.server.app import create_app
+from kvreuse.server.connections import Connections
 from kvreuse.server.host import Host
 from kvreuse.server.replies import log_fault
 from kvreuse.server.requirements import install_requirements
@@ -32,6 +33,9 @@ DRAIN_S = 20.0
 _ANSWER_S = 4
 # Longer than a caller keeps an idle connection: it must not be closed under a request that is on its way.
 _KEEP_ALIVE_S = 90
+_MAX_CONNECTIONS = 4096
+_BACKLOG = 512
+_OTHER_FILES = 256
 _LOG = logging.getLogger(__name__)
 
 
@@ -39,13 +43,18 @@ def main(config: Config) -> int:
     """Serve until SIGTERM or SIGINT. 0 after an orderly end, 1 when the port or the model cannot be had."""
     handler.process.config = config
     stats = handler.process.stats
-    host = Host(stats=stats, max_concurrency=config.concurrency(), read_timeout_s=config.request_timeout_s)
+    host = Host(
+        stats=stats,
+        max_concurrency=config.concurrency(),
+        max_body_bytes=config.max_body_bytes,
+        read_timeout_s=config.request_timeout_s,
+    )
     try:
         listener = _bind(config)
     except OSError as error:
         return _refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}")
-    _allow_many_connections()
-    server = _Server(create_app(host))
+    connections = Connections(max_open=_allowed_connections(), idle_s=_KEEP_ALIVE_S)
+    server = _Server(create_app(host), connections)
     loader = threading.Thread(target=server.load, args=(host, config), name="kvreuse-load", daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises a signal again after its orderly end; this handler takes it, so that the exit code is ours.
@@ -63,9 +72,11 @@ def _bind(config: Config) -> socket.socket:
     return listener
 
 
-def _allow_many_connections() -> None:
+def _allowed_connections() -> int:
+    """As many as there are file descriptors for, beside other files and the connections that wait to be accepted."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(16, min(_MAX_CONNECTIONS, hard - _BACKLOG - _OTHER_FILES))
 
 
 def _refuse(sentence: str) -> int:
@@ -80,10 +91,12 @@ def _model_dir(config: Config) -> str:
 class _Server(uvicorn.Server):
     """uvicorn, with a model that loads beside it and an engine that is drained before the last answers leave."""
 
-    def __init__(self, app: object) -> None:
+    def __init__(self, app: object, connections: Connections) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # Starlette is an ASGI application
+                http=connections,  # type: ignore[arg-type]  # it is only called, as the class would be
+                backlog=_BACKLOG,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -94,6 +107,7 @@ class _Server(uvicorn.Server):
             )
         )
         self.exit_code = 0
+        self._connections = connections
         self._service: Service | None = None
 
     def load(self, host: Host, config: Config) -> None:
@@ -117,6 +131,10 @@ class _Server(uvicorn.Server):
     def _fail(self, sentence: str) -> None:
         self.exit_code = _refuse(sentence)
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        self._connections.sweep()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._service is not None:

@@ -21,6 +21,7 @@ from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
 from kvreuse.errors import InternalError, KVReuseError, OverloadedError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.context import RequestContext
+from kvreuse.server.flights import Flights
 
 __all__ = ["REQUEST_ID", "EventStream", "error_response", "log_fault", "reply", "until_disconnect", "user_reply"]
 
@@ -45,7 +46,7 @@ def log_fault(error: BaseException) -> None:
     _LOG.error("internal error: %s\n%s", type(error).__name__, frames.rstrip())
 
 
-async def reply(answer: Answer, receive: Receive, *, headers: Mapping[str, str]) -> Response:
+async def reply(answer: Answer, receive: Receive, *, flights: Flights, headers: Mapping[str, str]) -> Response:
     """Wait for the body, or for the first event of a stream: until then an error is still a status.
 
     Raises KVReuseError, and ClientDisconnect when the caller left (what ran is aborted then).
@@ -60,9 +61,10 @@ async def reply(answer: Answer, receive: Receive, *, headers: Mapping[str, str])
             raise
         named = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, None), REQUEST_ID: request_id}
         return EventStream(chunks, first, headers={**headers, **named}, answer=answer)
-    body = await until_disconnect(answer.wait(), receive)
+    body, answer = await until_disconnect(flights.wait(answer), receive)
+    request_id = answer.meta.request_id
     named = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, answer.facts), REQUEST_ID: request_id}
-    return Response(body, headers={**headers, **named}, media_type=JSON_TYPE)
+    return Response(body, headers={**headers, **named, **answer.headers}, media_type=JSON_TYPE)
 
 
 def user_reply(result: object, context: RequestContext) -> Response:

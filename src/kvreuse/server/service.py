@@ -13,14 +13,17 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvreuse.api import openai, sagemaker
-from kvreuse.api.call import Call, Chat, Meta, Prompt
+from kvreuse.api.call import Call, Chat, Meta, Prompt, Rules
 from kvreuse.api.facts import kv_cache
 from kvreuse.api.fields import parse_object
+from kvreuse.api.sagemaker_view import SageMakerView
 from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.server.answer import Answer
+from kvreuse.server.callers import Caller, Tenancy
+from kvreuse.server.sessions import CLOSE, OPEN, Sessions
 from kvreuse.telemetry.request_log import RequestLog
 from kvreuse.telemetry.stats import Stats
-from kvreuse.types import Done, Request
+from kvreuse.types import Done, Request, SamplingParams, Scope
 
 if TYPE_CHECKING:
     from kvreuse.engine.engine import Engine
@@ -45,10 +48,16 @@ class Limits:
 
     request_timeout_s: float = 55.0
     stream_timeout_s: float = 450.0
-    max_n: int = 16
+    session_ttl_s: float = 1200.0
+    max_sessions: int = 64
 
 
-_PARSERS = {"messages": openai.parse_chat, "prompt": openai.parse_completion, "inputs": sagemaker.parse}
+_PARSERS = {
+    "messages": openai.parse_chat,
+    "prompt": openai.parse_completion,
+    "inputs": sagemaker.parse,
+    "template": sagemaker.parse,
+}
 _SUBJECTS = {Schema.CHAT: "messages", Schema.COMPLETION: "prompt"}
 
 
@@ -59,11 +68,23 @@ def new_request_id() -> str:
 class Service:
     """The engine as callers see it. Thread-safe."""
 
-    def __init__(self, engine: Engine, *, stats: Stats, log: RequestLog, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stats: Stats,
+        log: RequestLog,
+        limits: Limits | None = None,
+        rules: Rules | None = None,
+        tenancy: Tenancy | None = None,
+    ) -> None:
         self.engine = engine
+        self.tenancy = tenancy or Tenancy()
         self._stats = stats
         self._log = log
         self._limits = limits or Limits()
+        self._rules = rules or Rules()
+        self._sessions = Sessions(engine.pins, ttl_s=self._limits.session_ttl_s, max_sessions=self._limits.max_sessions)
 
     def answer(
         self,
@@ -72,25 +93,46 @@ class Service:
         schema: Schema = Schema.BY_SHAPE,
         request_id: str = "",
         wants_stream: bool = False,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """The answer to one body, not yet started. RequestError 400 or 422 when it cannot be understood."""
+        """The answer to one body, not yet started. `headers` name the tenant, the session and the inference id.
+
+        Raises RequestError 400 or 422 when it cannot be understood, OverloadedError when no more sessions are taken.
+        """
         meta = self._meta(request_id or new_request_id())
         try:
-            call = self._parse(data, schema, wants_stream=wants_stream)
-            items = tuple(self._items(call, meta.request_id))
+            caller = self.tenancy.caller(headers or {})
+            body = data if isinstance(data, Mapping) else parse_object(data)
+            call = self._parse(body, schema, caller, wants_stream=wants_stream)
+            items = tuple(self._items(call, caller.scope, meta.request_id))
+            end_turn = self._sessions.turn(caller, items, body=body, is_stream=call.is_stream)
         except KVReuseError as error:
             self._stats.record_failure(error.type)
             self._log_end(schema, meta.request_id, status=error.status, error=error.type)
             raise
-        return Answer(
+
+        def end(answer: Answer, error: KVReuseError | None) -> None:
+            answer.headers.update(end_turn(answer.results))
+            self._end(schema, answer, error)
+
+        answer = Answer(
             self.engine,
             items,
             view=call.view,
             meta=meta,
             is_stream=call.is_stream,
             timeout_s=self._limits.stream_timeout_s if call.is_stream else self._limits.request_timeout_s,
-            on_end=lambda answer, error: self._end(schema, answer, error),
+            on_end=end,
         )
+        if caller.inference_id and not caller.session_id and not call.is_stream:
+            answer.join_key = (caller.scope, caller.inference_id, schema, repr(body))
+        return answer
+
+    def purge(self, headers: Mapping[str, str]) -> int:
+        """Drop what is cached of the tenant that `headers` name, or everything; returns blocks. Sessions close."""
+        tenant = self.tenancy.caller(headers, is_admin=True).scope.tenant or None
+        self._sessions.close_all(tenant)
+        return self.engine.purge(tenant=tenant)
 
     def _meta(self, request_id: str) -> Meta:
         engine = self.engine
@@ -101,24 +143,26 @@ class Service:
             token_text=engine.tokenizer.token_text,
         )
 
-    def _parse(
-        self, data: str | bytes | bytearray | Mapping[str, object], schema: Schema, *, wants_stream: bool
-    ) -> Call:
-        body = data if isinstance(data, Mapping) else parse_object(data)
-        if schema is Schema.BY_SHAPE:
+    def _parse(self, body: Mapping[str, object], schema: Schema, caller: Caller, *, wants_stream: bool) -> Call:
+        if caller.session_id and body in (OPEN, CLOSE):
+            view = SageMakerView(prompts=(), is_list=True, has_details=False, n=1)
+            return Call(prompts=(), sampling=SamplingParams(), view=view)
+        subject = _SUBJECTS.get(schema, "")
+        if not subject:
             subjects = [name for name in _PARSERS if name in body]
             if len(subjects) != 1:
-                raise RequestError("the body must have exactly one of inputs, messages and prompt", param="inputs")
+                known = ", ".join(_PARSERS)
+                raise RequestError(f"the body must have exactly one of {known}", param="inputs")
             subject = subjects[0]
-        else:
-            subject = _SUBJECTS[schema]
-        return _PARSERS[subject](body, max_n=self._limits.max_n, wants_stream=wants_stream)
+        return _PARSERS[subject](body, rules=self._rules, wants_stream=wants_stream)
 
-    def _items(self, call: Call, request_id: str) -> Iterator[Request | KVReuseError]:
+    def _items(self, call: Call, scope: Scope, request_id: str) -> Iterator[Request | KVReuseError]:
         is_single = len(call.prompts) == 1
+        make_mask = self.engine.grammars.compile(call.json_schema) if call.json_schema is not None else None
         for number, prompt in enumerate(call.prompts):
             try:
-                yield self._request(call, prompt, request_id if is_single else f"{request_id}-{number}")
+                request = self._request(call, prompt, request_id if is_single else f"{request_id}-{number}")
+                yield replace(request, scope=scope, make_mask=make_mask)
             except RequestError as error:
                 if is_single:
                     raise

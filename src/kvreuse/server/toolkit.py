@@ -117,7 +117,7 @@ class _Defaults(DefaultInferenceHandler):  # type: ignore[misc]
         return parse_object(input_data)
 
     def default_predict_fn(self, data: Any, model: Any, context: Any = None) -> Any:
-        return handler.predict(data, model)
+        return handler.predict(data, model, context)
 
     def default_output_fn(self, prediction: Any, accept: str, context: Any = None) -> Any:
         if isinstance(prediction, Answer | str | bytes | bytearray):
