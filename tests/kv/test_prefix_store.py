@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from kvreuse import PrefixStore
+from kvreuse.cache import store as cache_store
 from kvreuse.engine.demo_model import demo_model_path
 from kvreuse.errors import ConfigError, RequestError
-from kvreuse.cache import store as cache_store
 
 B = 8
 NUM_NEW = 6
@@ -161,11 +161,25 @@ def test_a_conversation_goes_on_from_the_answer_that_was_put(llama: Model) -> No
     assert torch.equal(answer(llama, store, following)[0], generate(llama, following).sequences)
 
 
-def test_what_was_stored_in_inference_mode_serves_outside_of_it(llama: Model) -> None:
-    ids = prompt(3 * B)
+@pytest.mark.parametrize("kind", ["llama", "qwen_next"])
+def test_inference_mode_of_one_call_does_not_bind_another(kind: str, request: pytest.FixtureRequest) -> None:
+    model, ids, other = request.getfixturevalue(kind), prompt(3 * B), prompt(3 * B, seed=2)
+    longer = torch.cat([ids, prompt(3)], dim=1)
     with torch.inference_mode():
-        store = filled(llama, ids)
-    assert torch.equal(answer(llama, store, ids)[0], generate(llama, ids).sequences)
+        store = filled(model, ids)
+    assert store.put(other, run(model, other)) == 3 * B
+    with torch.inference_mode():
+        cache, num_cached = store.match(longer)
+    assert num_cached == 3 * B
+    assert torch.equal(generate(model, longer, cache).sequences, generate(model, longer).sequences)
+
+
+def test_what_was_put_with_gradients_is_matched_without(llama: Model) -> None:
+    ids, store = prompt(3 * B), make_store()
+    store.put(ids, llama(ids, use_cache=True).cache)
+    cache, _ = store.match(ids)
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert torch.equal(generate(llama, ids, cache).sequences, generate(llama, ids).sequences)
 
 
 # --- models whose cache cannot be cut -------------------------------------------------------------------------------
@@ -348,10 +362,14 @@ def test_the_same_prompt_is_not_stored_twice(llama: Model, qwen_next: Model) -> 
         store = filled(model, ids)
         before = store.stats()
         assert store.put(ids, run(model, ids)) == 3 * B
-        assert (store.stats()["num_entries"], store.stats()["used_bytes"]) == (
-            before["num_entries"],
-            before["used_bytes"],
-        )
+        assert store.stats() == before
+
+
+def test_putting_what_is_stored_evicts_nothing(llama: Model) -> None:
+    store = make_store(max_bytes=4 * block_bytes(llama))
+    for seed in (1, 2, 1, 2):
+        store.put(prompt(2 * B, seed=seed), run(llama, prompt(2 * B, seed=seed)))
+    assert (store.stats()["num_evicted"], store.stats()["num_entries"]) == (0, 4)
 
 
 def test_eviction_drops_only_what_is_needed_and_keeps_the_cap(llama: Model) -> None:
@@ -449,6 +467,90 @@ def test_threads_that_put_match_and_clear_under_pressure_leave_the_books_balance
     assert (store.stats()["used_bytes"], store.stats()["num_entries"]) == (0, 0)
 
 
+def test_what_is_matched_stays_right_while_other_threads_compact_and_write(llama: Model) -> None:
+    prompts = [torch.cat([prompt(2 * B, seed=i % 3), prompt((1 + i % 5) * B, seed=i)], dim=1) for i in range(14)]
+    caches = [run(llama, ids) for ids in prompts]
+    store = filled(llama, prompts[0], max_bytes=24 * block_bytes(llama), policy="lru")
+    is_done, num_hits = threading.Event(), [0]
+
+    def compact() -> None:
+        while not is_done.is_set():
+            store._index.compact()
+
+    def work(first: int) -> None:
+        for i in range(first, first + 300):
+            ids, cache = prompts[i * 5 % 14], caches[i * 5 % 14]
+            store.put(ids, cache)
+            found, n = store.match(ids)
+            if found is not None:
+                num_hits[0] += 1
+                pairs = zip(values_in(found), values_in(cache), strict=True)
+                assert all(torch.equal(mine, theirs[:, :, :n]) for mine, theirs in pairs)
+
+    def work_all() -> None:
+        try:
+            in_threads([lambda first=first: work(first) for first in range(4)])
+        finally:
+            is_done.set()
+
+    in_threads([compact, work_all])
+    store.check_integrity()
+    assert num_hits[0] > 0
+    assert store._index.usage().num_moves > 0
+
+
+@pytest.mark.parametrize("num_tokens", [2 * B, 4 * B])
+def test_blocks_and_snapshots_of_a_window_model_share_one_cap(gemma: Model, num_tokens: int) -> None:
+    store = make_store(max_bytes=1 << 15)
+    lengths = set()
+    for seed in range(12):
+        for length in (num_tokens, 6 * B - num_tokens):
+            ids = prompt(length, seed=seed)
+            lengths.add(store.put(ids, run(gemma, ids)))
+            assert store.stats()["used_bytes"] <= store.stats()["max_bytes"] == 1 << 15
+    assert lengths == {2 * B, 4 * B}
+    assert store.stats()["num_evicted"] > 0
+
+
+@pytest.mark.parametrize("is_matched", [True, False])
+def test_the_least_recently_used_snapshot_is_evicted_first(qwen_next: Model, is_matched: bool) -> None:
+    first, second, third = (prompt(2 * B, seed=seed) for seed in (1, 2, 3))
+    size = filled(qwen_next, first).stats()["used_bytes"]
+    store = make_store(max_bytes=2 * size + size // 2)
+    longer = [torch.cat([ids, prompt(1)], dim=1) for ids in (first, second, third)]
+    for ids in (first, second):
+        store.put(ids, run(qwen_next, ids))
+    if is_matched:
+        store.match(longer[0])
+    else:
+        store.put(first, run(qwen_next, first))
+    store.put(third, run(qwen_next, third))
+    assert [store.match(ids)[1] for ids in longer] == [2 * B, 0, 2 * B]
+    assert (store.stats()["num_evicted"], store.stats()["used_bytes"]) == (1, 2 * size)
+
+
+def test_threads_that_put_match_and_clear_snapshots_keep_the_cap(qwen_next: Model) -> None:
+    prompts = [prompt(2 * B, seed=seed) for seed in range(6)]
+    caches = [run(qwen_next, ids) for ids in prompts]
+    longer = [torch.cat([ids, prompt(1)], dim=1) for ids in prompts]
+    store = make_store(max_bytes=4 * filled(qwen_next, prompts[0]).stats()["used_bytes"])
+
+    def work(first: int) -> None:
+        for i in range(first, first + 40):
+            store.put(prompts[i % 6], caches[i % 6])
+            found, n = store.match(longer[i % 6])
+            assert (found is None) == (n == 0)
+            if found is not None:
+                assert torch.equal(found.layers[1].keys, caches[i % 6].layers[1].keys)
+            assert store.stats()["used_bytes"] <= store.stats()["max_bytes"]
+            if i % 20 == 0:
+                store.clear()
+
+    in_threads([lambda first=first: work(first) for first in range(4)])
+    store.clear()
+    assert (store.stats()["used_bytes"], store.stats()["num_entries"]) == (0, 0)
+
+
 def in_threads(tasks: list[Callable[[], None]]) -> None:
     """Run all at once; an error in one is raised here."""
     errors: list[BaseException] = []
@@ -480,14 +582,16 @@ def test_another_scope_never_matches(llama: Model, scope: dict[str, str]) -> Non
     assert store.match(ids, tenant="a")[1] == B
 
 
-def test_clear_forgets_one_tenant(llama: Model) -> None:
-    ids, store = prompt(2 * B), make_store()
+@pytest.mark.parametrize("kind", ["llama", "qwen_next"])
+def test_clear_forgets_one_tenant(kind: str, request: pytest.FixtureRequest) -> None:
+    model, ids, store = request.getfixturevalue(kind), prompt(2 * B), make_store()
+    longer = torch.cat([ids, prompt(1)], dim=1)
     for tenant in ("a", "b"):
-        store.put(ids, run(llama, ids), tenant=tenant)
+        store.put(ids, run(model, ids), tenant=tenant)
     store.clear(tenant="a")
     store.check_integrity()
-    assert store.match(ids, tenant="a") == (None, 0)
-    assert store.match(ids, tenant="b")[1] == B
+    assert store.match(longer, tenant="a") == (None, 0)
+    assert store.match(longer, tenant="b")[1] == 2 * B
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen_next"])

@@ -8,12 +8,10 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvreuse.cache.hashing import TOKEN_BYTES, pack_tokens
 from kvreuse.types import Scope
@@ -21,11 +19,7 @@ from kvreuse.types import Scope
 __all__ = ["Snapshots", "tensors_in"]
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    cache: Any  # never changes, so it is copied without the lock
-    num_bytes: int
-    last_used_s: float
+_Entry = tuple[Any, int, float]  # cache (never changed, so copied without the lock), num_bytes, last_used_s
 
 
 class Snapshots:
@@ -35,21 +29,21 @@ class Snapshots:
         self.max_bytes = 0
         self._ttl_s, self._clock, self._lock = ttl_s, clock, Lock()
         self._counts = Counter(num_evicted=0, num_expired=0)
-        self._entries: dict[tuple[Scope, bytes], _Snapshot] = {}  # least recently used first
+        self._entries: dict[tuple[Scope, bytes], _Entry] = {}  # least recently used first
 
-    def match(self, token_ids: Sequence[int], scope: Scope, *, longer_than: int) -> tuple[Any, int]:
-        """A copy of the longest prompt that token_ids begin with, or are, and its length; (None, 0): none is longer."""
+    def match(self, token_ids: Sequence[int], scope: Scope, *, other: tuple[Any, int]) -> tuple[Any, int]:
+        """A copy of the longest prompt that token_ids begin with, or are, and its length. Else `other`, if as long."""
         tokens = pack_tokens(token_ids)
         with self._lock:
             self._drop(keep_bytes=self.max_bytes)
             known = (t for owner, t in self._entries if owner == scope and tokens.startswith(t))
-            fit = (t for t in known if t == tokens or not _needs_single_steps(self._entries[scope, t].cache))
+            fit = (t for t in known if t == tokens or not _needs_single_steps(self._entries[scope, t][0]))
             found = max(fit, key=len, default=b"")
-            if len(found) <= longer_than * TOKEN_BYTES:
-                return None, 0
-            self._entries[scope, found] = entry = self._entries.pop((scope, found))
-            entry.last_used_s = self._clock()
-        return _copy_whole(entry.cache), len(found) // TOKEN_BYTES
+            if len(found) <= other[1] * TOKEN_BYTES:
+                return other
+            cache, num_bytes, _ = self._entries.pop((scope, found))
+            self._entries[scope, found] = cache, num_bytes, self._clock()
+        return _copy_whole(cache), len(found) // TOKEN_BYTES
 
     def put(self, token_ids: Sequence[int], scope: Scope, cache: Any) -> bool:
         """Keep a copy unless there is one. False when it is larger than all the room."""
@@ -60,9 +54,8 @@ class Snapshots:
             entry = self._entries.pop(key, None)
             if entry is None:
                 self._drop(keep_bytes=self.max_bytes - num_bytes)
-                entry = _Snapshot(_copy_whole(cache), num_bytes, 0.0)
-            entry.last_used_s = self._clock()
-            self._entries[key] = entry
+            cache, num_bytes, _ = entry or (_copy_whole(cache), num_bytes, 0.0)
+            self._entries[key] = cache, num_bytes, self._clock()
         return True
 
     def purge(self, *, tenant: str | None) -> None:
@@ -76,21 +69,21 @@ class Snapshots:
             return self._counts + Counter(num_entries=len(self._entries), used_bytes=self._used_bytes())
 
     def _used_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self._entries.values())
+        return sum(num_bytes for _, num_bytes, _ in self._entries.values())
 
     def _drop(self, *, keep_bytes: int) -> None:
         """Forget what has expired, and more until only so many bytes are left."""
         oldest_s = self._clock() - self._ttl_s
-        for key, entry in list(self._entries.items()):
-            if entry.last_used_s >= oldest_s and self._used_bytes() <= keep_bytes:
+        for key, (_, _, last_used_s) in list(self._entries.items()):
+            if last_used_s >= oldest_s and self._used_bytes() <= keep_bytes:
                 break
-            self._counts["num_expired" if entry.last_used_s < oldest_s else "num_evicted"] += 1
+            self._counts["num_expired" if last_used_s < oldest_s else "num_evicted"] += 1
             del self._entries[key]
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in the layers of a cache, however deep."""
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         return [value]
     items = [vars(layer) for layer in value.layers] if hasattr(value, "layers") else value
     items = items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ()
@@ -105,5 +98,4 @@ def _copy_whole(cache: Any) -> Any:
 
 def _needs_single_steps(cache: Any) -> bool:
     """True for Mamba-1 states, (1, channels, state): Transformers forgets them when given several new tokens."""
-    states = [state for layer in cache.layers for state in getattr(layer, "recurrent_states", {}).values()]
-    return any(state is not None and state.dim() < 4 for state in states)
+    return any(s is not None and s.dim() < 4 for x in cache.layers for s in getattr(x, "recurrent_states", {}).values())
