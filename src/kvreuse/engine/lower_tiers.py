@@ -51,7 +51,8 @@ class LowerTiers:
         self.post: Callable[[Callable[[], None]], None] = lambda job: job()
         self.num_promoted_tokens = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_loading(self) -> int:
         """Sequences that wait for storage."""
         return len(self._deadlines)
 

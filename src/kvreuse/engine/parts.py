@@ -14,8 +14,8 @@ from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.grammar import Grammars
-from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
+from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
 from kvreuse.engine.scheduler import Scheduler, SchedulerLimits

@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not yet."""
-        return len(self._waiting) + len(self._in_flight) + (len(self._lower) if self._lower else 0)
+        return len(self._waiting) + len(self._in_flight) + (self._lower.num_loading if self._lower else 0)
 
     def held_until_s(self) -> float | None:
         """When to schedule again although nothing happened; None when only an event can change anything."""
