@@ -51,6 +51,8 @@ METRICS = (
         "Prompt tokens served from the store",
         ("tier",),
     ),
+    MetricSpec("kvreuse_cache_hits_total", "counter", "hits", "Requests that reused at least one block"),
+    MetricSpec("kvreuse_saved_prefill_seconds_total", "counter", "saved_s", "Prefill time saved, from that of misses"),
     MetricSpec("kvreuse_generated_tokens_total", "counter", "generated_tokens", "Tokens generated"),
     MetricSpec("kvreuse_cache_misses_total", "counter", "misses", "Requests of which not every block hit", ("reason",)),
     MetricSpec(
@@ -60,6 +62,9 @@ METRICS = (
     MetricSpec("kvreuse_request_duration_seconds", "histogram", "duration_s", "From arrival to the last token"),
     MetricSpec("kvreuse_queue_time_seconds", "histogram", "queue_s", "From arrival to the first step"),
     MetricSpec("kvreuse_lookup_time_seconds", "histogram", "lookup_s", "Time to match the prompt with the store"),
+    MetricSpec("kvreuse_transfer_time_seconds", "histogram", "transfer_s", "Moves from or to a slower tier", ("tier",)),
+    MetricSpec("kvreuse_audits_total", "counter", "audits", "Answers compared with reuse off", ("result",)),
+    MetricSpec("kvreuse_dropped_metrics_total", "counter", "dropped_metrics", "Metrics that no publisher could send"),
     _gauge("kvreuse_up", "up", "1 when the container can serve"),
     _gauge("kvreuse_running_requests", "running", "Sequences in the running batch"),
     _gauge("kvreuse_waiting_requests", "waiting", "Sequences that wait for a place"),

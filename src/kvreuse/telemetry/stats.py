@@ -6,14 +6,15 @@ Knows CacheFacts and numbers. Knows nothing of how they are published, of HTTP o
 from __future__ import annotations
 
 import bisect
+import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvreuse.types import CacheFacts
+from kvreuse.types import CacheFacts, Tier
 
-__all__ = ["HISTOGRAMS", "Histogram", "Labels", "Stats", "StatsSnapshot"]
+__all__ = ["HISTOGRAMS", "Histogram", "Labels", "Stats", "StatsSnapshot", "quantile", "rounded"]
 
 Labels = tuple[str, ...]
 
@@ -26,16 +27,23 @@ HISTOGRAMS: dict[str, Sequence[float]] = {
     "duration_s": _SECONDS,
     "queue_s": _SECONDS,
     "lookup_s": _SHORT_SECONDS,
+    "transfer_s": _SECONDS,
 }
+_FINE_STEP = math.log(1.05)
+_LEAST = 1e-6
 
 
 @dataclass(slots=True)
 class Histogram:
-    """`counts[i]` values were <= `bounds[i]` and above the bound before; the last count is what was above all."""
+    """`counts[i]` values were <= `bounds[i]` and above the bound before; the last count is what was above all.
+
+    fine: the same values by their place on a scale of 5 % steps (see `rounded`), so that percentiles survive.
+    """
 
     bounds: Sequence[float]
     counts: list[int] = field(default_factory=list)
     sum: float = 0.0
+    fine: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
@@ -47,9 +55,25 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
+        self.fine[round(math.log(max(value, _LEAST)) / _FINE_STEP)] += 1
 
     def copy(self) -> Histogram:
-        return Histogram(self.bounds, list(self.counts), self.sum)
+        return Histogram(self.bounds, list(self.counts), self.sum, self.fine.copy())
+
+
+def rounded(place: int) -> float:
+    """The value that stands for `place` on the fine scale: at most 2.5 % from what was observed, at least 1e-6."""
+    return math.exp(place * _FINE_STEP)
+
+
+def quantile(fine: Mapping[int, int], share: float) -> float | None:
+    """The value below which `share` of the observed ones lie, None when there are none."""
+    left = share * sum(fine.values())
+    for place in sorted(fine):
+        left -= fine[place]
+        if left <= 0:
+            return rounded(place)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +106,12 @@ class Stats:
             self._count("prompt_tokens", (), facts.prompt_tokens)
             self._count("generated_tokens", (), num_output_tokens)
             if facts.cached_tokens:
+                self._count("hits")
                 self._count("cached_tokens", (facts.tier.value,), facts.cached_tokens)
+                self._count("saved_s", (), facts.cached_tokens * self._cold_s_per_token())
+            elif num_output_tokens:
+                self._count("cold_tokens", (), facts.prompt_tokens)
+                self._count("cold_s", (), ttft_s - facts.queue_ms / 1000)
             if facts.miss_reason is not None:
                 self._count("misses", (facts.miss_reason.value,))
             self._observe("duration_s", (), duration_s)
@@ -103,11 +132,30 @@ class Stats:
         with self._lock:
             self._count("responses", (route, str(status)))
 
+    def record_transfer(self, tier: Tier, *, duration_s: float) -> None:
+        """Count one move of cached blocks from or to a slower tier."""
+        with self._lock:
+            self._observe("transfer_s", (tier.value,), duration_s)
+
+    def record_audit(self, *, is_equal: bool) -> None:
+        """Count one answer that was computed again without reuse and compared."""
+        with self._lock:
+            self._count("audits", ("equal" if is_equal else "different",))
+
+    def record_dropped(self, num_metrics: int) -> None:
+        """Count what could not be published."""
+        with self._lock:
+            self._count("dropped_metrics", (), num_metrics)
+
     def snapshot(self) -> StatsSnapshot:
         with self._lock:
             return StatsSnapshot(dict(self._counters), {key: h.copy() for key, h in self._histograms.items()})
 
-    def _count(self, name: str, labels: Labels, amount: float = 1) -> None:
+    def _cold_s_per_token(self) -> float:
+        """What a prompt token takes when nothing is cached, as measured since the start; 0 until one was."""
+        return self._counters["cold_s", ()] / max(self._counters["cold_tokens", ()], 1)
+
+    def _count(self, name: str, labels: Labels = (), amount: float = 1) -> None:
         self._counters[name, labels] += amount  # type: ignore[assignment]  # Counter also adds floats
 
     def _observe(self, name: str, labels: Labels, value: float) -> None:
