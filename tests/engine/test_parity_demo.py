@@ -96,3 +96,16 @@ def test_divergence_at_every_offset_of_a_block_is_a_miss_from_there(shared):
             done = send(engine, other, num_new=2).result()
             assert done.facts.cached_tokens == B
             assert (done.facts.miss_reason, done.facts.diverged_at) == ("diverged", B + offset)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_pool_of_half_the_bytes_answers_nearly_the_same(shared, dtype):
+    with _engine() as exact, _engine(kv_cache_dtype=dtype) as small:
+        assert small.snapshot()["bytes_per_token"] * 2 == exact.snapshot()["bytes_per_token"]
+        pairs = [
+            [send(engine, shared[:length], num_new=1, logprobs=0).result().completions[0].logprobs[0].logprob
+             for _ in range(2)]
+            for engine in (exact, small) for length in (40, 103)
+        ]  # fmt: skip
+    assert pairs[0] == pytest.approx(pairs[2], abs=0.05)
+    assert pairs[1] == pytest.approx(pairs[3], abs=0.05)

@@ -32,6 +32,8 @@ __all__ = ["EngineParts", "assemble", "build"]
 
 log = logging.getLogger("kvreuse.engine")
 
+_POOL_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
@@ -68,7 +70,7 @@ def build(config: Config) -> EngineParts:
 
 def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     """The parts around a model that was loaded with the engine's attention."""
-    layout = probe_layout(loaded.model)
+    layout = probe_layout(loaded.model).stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
     num_slots = num_slots_for(
         layout,
         memory_ratio=config.kv_cache_memory_ratio,

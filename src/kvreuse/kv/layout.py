@@ -5,7 +5,7 @@ Knows shapes, dtypes and bytes. Knows nothing of which tokens are stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -57,6 +57,10 @@ class KVLayout:
         """K and V of one token in the layers that live on `device`."""
         return sum(layer.bytes_per_token for layer in self.layers if layer.device == device)
 
+    def stored_as(self, dtype: torch.dtype | None) -> KVLayout:
+        """The same layers with K and V kept in another dtype; None keeps the model's."""
+        return self if dtype is None else KVLayout(tuple(replace(layer, dtype=dtype) for layer in self.layers))
+
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Devices that hold layers, each once, in layer order."""
@@ -102,6 +106,6 @@ def num_slots_for(layout: KVLayout, *, memory_ratio: float, memory_bytes: int | 
     if num_slots < 2 * block_size:
         raise ConfigError(
             f"the KV pool would hold {num_slots} tokens, fewer than two blocks of {block_size}\n"
-            f"hint: one token takes {layout.bytes_per_token} bytes; raise option.kv_cache_memory_ratio"
+            f"hint: one token takes {layout.bytes_per_token} bytes; give it more memory"
         )
     return num_slots

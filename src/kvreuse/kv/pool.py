@@ -36,8 +36,8 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store new tokens: slots (T,) int64, keys and values (T, kv_heads, head_dim)."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        for slab, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            slab.index_copy_(0, slots, new.to(slab.dtype))
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy `length` slots from `source` to `target` in every layer; the ranges may overlap."""

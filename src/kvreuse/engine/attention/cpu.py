@@ -44,9 +44,9 @@ class CPUBackend:
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:
         """query (1, query_heads, T, head_dim) -> output (1, T, query_heads, head_dim)."""
         spec = step.pool.layout.layers[layer]
-        first, more = _prepare(step, spec.window, query.dtype)
+        first, more = _prepare(step, spec.window, spec.dtype)
         _, num_heads, num_rows, head_dim = query.shape
-        grouped = query.view(spec.num_kv_heads, num_heads // spec.num_kv_heads, num_rows, head_dim)
+        grouped = query.to(spec.dtype).view(spec.num_kv_heads, num_heads // spec.num_kv_heads, num_rows, head_dim)
         slabs = step.pool.keys[layer], step.pool.values[layer]
         parts = [_call(grouped, slabs, call, scaling) for call in first]
         if len(parts) == 1:

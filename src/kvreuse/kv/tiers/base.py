@@ -3,9 +3,9 @@
 Knows blocks, bytes and recency. How a block is kept is the subclass's: four small hooks that may raise OSError.
 
 A put has two phases: room is booked first, so that the cap holds at every instant, then the content is written and
-published. A load has two phases: the entry is pinned, then read and verified. Storage is never touched under the lock, so
-`find` never waits for it. No fault of the storage reaches a caller: it is counted, the tier rests for a while and then
-tries again by itself.
+published. A load has two phases: the entry is pinned, then read and verified. Storage is never touched under the lock,
+so `find` never waits for it. No fault of the storage reaches a caller: it is counted, the tier rests for a while and
+then tries again by itself.
 """
 
 from __future__ import annotations
