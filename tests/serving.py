@@ -24,7 +24,7 @@ from shim import runtime, runtime_client
 __all__ = ["Container", "container", "runtime_url", "sagemaker", "started"]
 
 ROOT = Path(__file__).parents[1]
-_START_S, _STOP_S = 150, 40
+_START_S, _STOP_S, _IDLE_S = 150, 40, 20
 
 
 class Container:
@@ -44,6 +44,18 @@ class Container:
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def gauge(self, name: str) -> float:
+        """A number of /metrics."""
+        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+    def wait_until_idle(self) -> None:
+        """Until nothing runs and nothing waits."""
+        deadline = time.monotonic() + _IDLE_S
+        while any(self.gauge(f"kvreuse_{name}_requests") for name in ("running", "waiting")):
+            assert time.monotonic() < deadline, "requests that nobody waits for go on"
+            time.sleep(0.05)
 
     def said(self) -> str:
         """All of its output so far."""
