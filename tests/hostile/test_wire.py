@@ -74,7 +74,9 @@ def test_what_is_not_http_is_refused_and_the_connection_closed(container: Contai
 
 
 @pytest.mark.parametrize(
-    "target", [b"/../../etc/passwd", b"/ping%00", b"/%ff%fe", b"/" + b"a" * 60_000, b"//ping", b"*"]
+    "target",
+    ["/../../etc/passwd", "/ping%00", "/%ff%fe", "//ping", "*", "/" + "a" * 60_000],
+    ids=["up", "nul", "not_utf8", "two_slashes", "star", "long"],
 )
 def test_an_odd_path_is_no_route(container: Container, target: str) -> None:
     data = b"GET " + target.encode() + b" HTTP/1.1\r\n" + HOST + b"Connection: close\r\n\r\n"
