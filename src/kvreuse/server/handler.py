@@ -7,7 +7,6 @@ it is joined. One engine per process, however often and by whom `model_fn` is ca
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,7 +23,7 @@ from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.callers import Tenancy
 from kvreuse.server.context import SERVER_NAME
 from kvreuse.server.service import Limits, Service, new_request_id
-from kvreuse.telemetry.request_log import RequestLog
+from kvreuse.telemetry.observing import make_request_log
 from kvreuse.telemetry.stats import Stats
 
 __all__ = ["Process", "model_fn", "process", "transform_fn"]
@@ -109,7 +108,7 @@ def _load(config: Config, stats: Stats) -> Service:
     return Service(
         Engine.load(config, stats=stats),
         stats=stats,
-        log=RequestLog(sys.stdout),
+        log=make_request_log(config),
         limits=Limits(
             request_timeout_s=config.request_timeout_s,
             stream_timeout_s=config.stream_timeout_s,

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -25,12 +26,13 @@ from kvreuse.server.replies import log_fault
 from kvreuse.server.requirements import install_requirements
 from kvreuse.server.service import Service
 from kvreuse.server.toolkit import Toolkit
+from kvreuse.telemetry.observing import make_publisher
 
 __all__ = ["DRAIN_S", "main"]
 
 # SIGKILL comes 30 s after SIGTERM: finish for DRAIN_S, then abort, with some seconds left to say so.
 DRAIN_S = 20.0
-_ANSWER_S = 4
+_ANSWER_S, _FLUSH_S = 4, 4
 # Longer than a caller keeps an idle connection: it must not be closed under a request that is on its way.
 _KEEP_ALIVE_S = 90
 _MAX_CONNECTIONS = 4096
@@ -54,7 +56,8 @@ def main(config: Config) -> int:
     except OSError as error:
         return _refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}")
     connections = Connections(max_open=_allowed_connections(), idle_s=_KEEP_ALIVE_S)
-    server = _Server(create_app(host), connections)
+    publisher = make_publisher(config, stats, host.gauges)
+    server = _Server(create_app(host), connections, on_ready=publisher.start)
     loader = threading.Thread(target=server.load, args=(host, config), name="kvreuse-load", daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises a signal again after its orderly end; this handler takes it, so that the exit code is ours.
@@ -62,6 +65,7 @@ def main(config: Config) -> int:
     _LOG.info("listening on %s:%d, loading the model", *listener.getsockname()[:2])
     loader.start()
     server.run(sockets=[listener])
+    publisher.stop(timeout_s=_FLUSH_S)
     return server.exit_code
 
 
@@ -91,7 +95,7 @@ def _model_dir(config: Config) -> str:
 class _Server(uvicorn.Server):
     """uvicorn, with a model that loads beside it and an engine that is drained before the last answers leave."""
 
-    def __init__(self, app: object, connections: Connections) -> None:
+    def __init__(self, app: object, connections: Connections, *, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # Starlette is an ASGI application
@@ -108,6 +112,7 @@ class _Server(uvicorn.Server):
         )
         self.exit_code = 0
         self._connections = connections
+        self._on_ready = on_ready
         self._service: Service | None = None
 
     def load(self, host: Host, config: Config) -> None:
@@ -120,6 +125,7 @@ class _Server(uvicorn.Server):
             toolkit.load()
             self._service = handler.process.service
             host.ready(toolkit, self._service)
+            self._on_ready()
             _LOG.info("ready")
         except ConfigError as error:
             self._fail(error.message)
