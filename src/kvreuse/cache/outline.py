@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 
+from kvreuse.cache.hashing import HASH_BYTES, block_hashes
 from kvreuse.cache.node import Node
 from kvreuse.cache.spans import Span, SpanAllocator
 from kvreuse.cache.tree import PrefixTree
@@ -25,10 +26,14 @@ _KEY = secrets.token_bytes(16)  # a bare hash of a prefix would let its reader t
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Tokens [depth, depth + num_tokens) of a prefix. `uses` fade as the pool turns over; `parent` is "" at the top."""
+    """Tokens [depth, depth + num_tokens) of a prefix. `uses` fade as the pool turns over; `parent` is "" at the top.
+
+    name: that of the known prefix which ends here, or "".
+    """
 
     id: str
     parent: str
+    name: str
     depth: int
     num_tokens: int
     num_children: int
@@ -50,15 +55,21 @@ class Outline:
     num_nodes: int
 
 
-def draw(tree: PrefixTree, spans: SpanAllocator, *, lock: RLock, max_nodes: int, now_s: float) -> Outline:
-    """The picture of this moment. `lock`: the structure lock; it is held for the tree and to list the spans only."""
+def draw(
+    tree: PrefixTree, spans: SpanAllocator, names: Mapping[str, Sequence[int]],
+    *, lock: RLock, max_nodes: int, now_s: float,
+) -> Outline:  # fmt: skip
+    """The picture of this moment. `lock`: the structure lock; it is held for the tree and to list the spans only.
+
+    names: what to call the node in which these tokens end (the last whole block of them).
+    """
     with lock:
-        nodes = _draw_tree(tree, max_nodes=max_nodes, now_s=now_s)
+        nodes = _draw_tree(tree, names, max_nodes=max_nodes, now_s=now_s)
         used, num_nodes = spans.used_spans(), tree.num_nodes
     return Outline(spans.num_slots, _draw_strip(used, num_slots=spans.num_slots), nodes, num_nodes)
 
 
-def _draw_tree(tree: PrefixTree, *, max_nodes: int, now_s: float) -> list[NodeView]:
+def _draw_tree(tree: PrefixTree, names: Mapping[str, Sequence[int]], *, max_nodes: int, now_s: float) -> list[NodeView]:
     """The `max_nodes` nodes nearest to the roots."""
     views: list[NodeView] = []
     waiting: deque[tuple[Node, str]] = deque()
@@ -68,8 +79,12 @@ def _draw_tree(tree: PrefixTree, *, max_nodes: int, now_s: float) -> list[NodeVi
         for child, _ in zip(reversed(node.children.values()), range(room), strict=False):
             waiting.append((child, name))
 
+    named: dict[bytes, str] = {}
     for root in tree.roots(None):
         look_below(root, "")
+        for name, token_ids in names.items():
+            for block_hash in block_hashes(token_ids, scope=root.scope, block_size=tree.block_size)[-1:]:
+                named[block_hash] = name
     while waiting:
         node, parent = waiting.popleft()
         name = hashlib.blake2b(node.first_hash, key=_KEY, digest_size=4).hexdigest()
@@ -77,6 +92,7 @@ def _draw_tree(tree: PrefixTree, *, max_nodes: int, now_s: float) -> list[NodeVi
             NodeView(
                 id=name,
                 parent=parent,
+                name=_name(node, named),
                 depth=node.depth * tree.block_size,
                 num_tokens=node.num_blocks * tree.block_size,
                 num_children=len(node.children),
@@ -87,6 +103,13 @@ def _draw_tree(tree: PrefixTree, *, max_nodes: int, now_s: float) -> list[NodeVi
         )
         look_below(node, name)
     return views
+
+
+def _name(node: Node, named: Mapping[bytes, str]) -> str:
+    if not named:
+        return ""
+    hashes = (node.hashes[at : at + HASH_BYTES] for at in range(0, len(node.hashes), HASH_BYTES))
+    return ", ".join(named[block_hash] for block_hash in hashes if block_hash in named)
 
 
 def _draw_strip(spans: Sequence[Span], *, num_slots: int) -> list[list[int]]:

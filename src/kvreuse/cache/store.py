@@ -8,7 +8,7 @@ Threads: any thread may call anything; a lease belongs to one thread at a time. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, RLock
 
 from kvreuse.cache.diagnosis import why_not_more
@@ -210,9 +210,9 @@ class PrefixCache:
             return measure(self._tree, self._spans, counters=self._counters, bytes_per_token=self._bytes_per_token,
                            num_moves=self._placer.num_moves)  # fmt: skip
 
-    def outline(self, max_nodes: int) -> Outline:
-        """A picture for people; its work is bounded by max_nodes and the number of spans."""
-        return draw(self._tree, self._spans, lock=self._structure, max_nodes=max_nodes, now_s=self._clock())
+    def outline(self, max_nodes: int, names: Mapping[str, Sequence[int]]) -> Outline:
+        """A picture for people; its work is bounded by max_nodes and the number of spans. `names` call prefixes."""
+        return draw(self._tree, self._spans, names, lock=self._structure, max_nodes=max_nodes, now_s=self._clock())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when any two records of the store disagree. No acquire may be running."""

@@ -10,10 +10,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from kvreuse.cache.outline import Outline
 from kvreuse.config import Config
 from kvreuse.engine.parts import EngineParts, build
 from kvreuse.engine.pins import Pins
@@ -107,6 +108,10 @@ class Engine:
         self._thread.join(timeout=10)
         if self._parts.lower is not None:
             self._parts.lower.stack.close()
+
+    def outline(self, max_nodes: int, names: Mapping[str, tuple[int, ...]]) -> Outline:
+        """A picture of the store, with `names` for the prefixes of these tokens."""
+        return self._parts.cache.outline(max_nodes, names)
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters of this moment, as plain numbers."""
