@@ -16,11 +16,12 @@ from typing import Any
 
 from kvreuse.cache.outline import Outline
 from kvreuse.config import Config
+from kvreuse.engine.audit import Auditor, tolerance_for
 from kvreuse.engine.parts import EngineParts, build
 from kvreuse.engine.pins import Pins
 from kvreuse.engine.sampler import sample
 from kvreuse.engine.scheduler import Scheduled
-from kvreuse.engine.sequence import Answers, Sequence
+from kvreuse.engine.sequence import Answers, Sequence, check_request
 from kvreuse.errors import EngineDeadError, InternalError, KVReuseError, OverloadedError, RequestError
 from kvreuse.types import Delta, Done, Event, Failed, FinishReason, OnEvent, Request, TokenLogprob
 
@@ -51,6 +52,12 @@ class Engine:
         self._num_failed_steps = 0
         self._num_steps = 0
         self._next_upkeep_s = clock() + parts.defrag_interval_s
+        self._auditor = Auditor(
+            rate=parts.audit_rate,
+            tolerance=tolerance_for(parts.pool.layout.layers[0].dtype),
+            start=self._queue,
+            on_mismatch=self._quarantine,
+        )
         if parts.lower is not None:
             parts.lower.post = self._inbox.put
         self._thread = threading.Thread(target=self._main, name="kvreuse-engine", daemon=True)
@@ -73,7 +80,7 @@ class Engine:
 
         Raises RequestError (too long, unknown token, id in use), OverloadedError, EngineDeadError.
         """
-        self._check(request)
+        check_request(request, max_model_len=self.max_model_len, vocab_size=self._parts.vocab_size)
         if not self._parts.is_reuse_on:
             request = replace(request, reuse=False)
         answers = Answers(request, on_event, self._clock)
@@ -125,22 +132,10 @@ class Engine:
             "lookup_s": scheduler.lookup_s,
             "bytes_per_token": self._parts.pool.layout.bytes_per_token,
             "store": usage,
+            "audits": self._auditor.num_audits,
+            "audit_mismatches": self._auditor.num_mismatches,
             "tiers": self._parts.lower.snapshot() if self._parts.lower else {},
         }
-
-    def _check(self, request: Request) -> None:
-        num_prompt, max_new = len(request.token_ids), request.sampling.max_new_tokens
-        if not num_prompt:
-            raise RequestError("the prompt is empty, at least one token is needed", param="inputs")
-        if num_prompt + max_new > self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and max_new_tokens is {max_new}: "
-                f"together more than the {self.max_model_len} that this endpoint takes",
-                param="inputs" if num_prompt >= self.max_model_len else "max_new_tokens",
-                status=422,
-            )
-        if min(request.token_ids) < 0 or max(request.token_ids) >= self._parts.vocab_size:
-            raise RequestError(f"token ids must be in [0, {self._parts.vocab_size})", param="inputs")
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -190,8 +185,18 @@ class Engine:
         if request.request_id not in self._requests:
             return
         for index in range(request.sampling.n):
-            sequence = Sequence.start(answers, index, tokenizer=self.tokenizer, block_size=self._parts.cache.block_size)
-            self._parts.scheduler.add(sequence)
+            self._queue(answers, index)
+
+    def _queue(self, answers: Answers, index: int = 0) -> Sequence:
+        sequence = Sequence.start(answers, index, tokenizer=self.tokenizer, block_size=self._parts.cache.block_size)
+        self._parts.scheduler.add(sequence)
+        return sequence
+
+    def _quarantine(self, sequence: Sequence) -> None:
+        """What is stored of this prompt is wrong: drop it, and in the pool all that the same fault may have met."""
+        self._parts.cache.purge(tenant=sequence.request.scope.tenant)
+        if self._parts.lower is not None:
+            self._parts.lower.stack.forget(sequence.hashes())
 
     def _abort(self, request_id: str) -> None:
         answers = self._requests.get(request_id)
@@ -230,6 +235,8 @@ class Engine:
         items, logits = self._parts.runner.run(batch)
         if self._parts.lower is not None:
             self._parts.lower.measured(batch, took_ms=(time.perf_counter() - started_s) * 1e3)
+        for item, row in zip(items, logits, strict=True):
+            self._auditor.look(item.sequence, row)
         token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items]) if items else ([], [])
         self._parts.scheduler.commit(batch)
         return items, token_ids, logprobs

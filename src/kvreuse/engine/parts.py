@@ -51,6 +51,7 @@ class EngineParts:
     vocab_size: int
     eos_token_ids: frozenset[int]
     is_reuse_on: bool
+    audit_rate: float
     max_outstanding: int
     defrag_interval_s: float
 
@@ -80,17 +81,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     pool = KVPool(layout, num_slots=num_slots)
     lower = _lower_tiers(loaded, config, pool)
     backend = _backend(config.attention_backend, layout)
-    cache = PrefixCache(
-        num_slots=num_slots,
-        block_size=config.kv_cache_block_size,
-        bytes_per_token=layout.bytes_per_token,
-        policy=config.kv_cache_policy,
-        lru_weights=config.kv_cache_lru_weights,
-        ttl_s=config.kv_cache_ttl_s,
-        tenant_quota_bytes=None if config.tenant_mode == "off" else config.tenant_quota_bytes,
-        move_slots=pool.move,
-        on_evict=lower.evicted if lower else None,
-    )
+    cache = _cache(config, pool, lower)
     num_devices = len(layout.devices)
     concurrency = config.concurrency(num_devices=num_devices)
     log.info(
@@ -117,8 +108,23 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         is_reuse_on=config.kv_cache_reuse,
+        audit_rate=config.audit_rate,
         max_outstanding=concurrency + config.queue_limit(num_devices=num_devices),
         defrag_interval_s=config.kv_cache_defrag_interval,
+    )
+
+
+def _cache(config: Config, pool: KVPool, lower: LowerTiers | None) -> PrefixCache:
+    return PrefixCache(
+        num_slots=pool.num_slots,
+        block_size=config.kv_cache_block_size,
+        bytes_per_token=pool.layout.bytes_per_token,
+        policy=config.kv_cache_policy,
+        lru_weights=config.kv_cache_lru_weights,
+        ttl_s=config.kv_cache_ttl_s,
+        tenant_quota_bytes=None if config.tenant_mode == "off" else config.tenant_quota_bytes,
+        move_slots=pool.move,
+        on_evict=lower.evicted if lower else None,
     )
 
 

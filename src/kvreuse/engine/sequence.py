@@ -13,9 +13,10 @@ from kvreuse.cache.lease import Lease
 from kvreuse.engine.detokenizer import Detokenizer
 from kvreuse.engine.sampler import SamplingState
 from kvreuse.engine.tokenizer import Tokenizer
+from kvreuse.errors import RequestError
 from kvreuse.types import CacheFacts, Completion, Delta, FinishReason, MissReason, OnEvent, Request, Tier, TokenLogprob
 
-__all__ = ["Answers", "Sequence"]
+__all__ = ["Answers", "Sequence", "check_request"]
 
 
 @dataclass(eq=False)
@@ -188,3 +189,19 @@ class Answers:
             queue_ms=((now if self._admitted_s is None else self._admitted_s) - self.arrival_s) * 1e3,
             ttft_ms=((now if self._first_token_s is None else self._first_token_s) - self.arrival_s) * 1e3,
         )
+
+
+def check_request(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises RequestError: an empty prompt or an unknown token id (400), prompt and answer too long together (422)."""
+    num_prompt, max_new = len(request.token_ids), request.sampling.max_new_tokens
+    if not num_prompt:
+        raise RequestError("the prompt is empty, at least one token is needed", param="inputs")
+    if num_prompt + max_new > max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_new_tokens is {max_new}: "
+            f"together more than the {max_model_len} that this endpoint takes",
+            param="inputs" if num_prompt >= max_model_len else "max_new_tokens",
+            status=422,
+        )
+    if min(request.token_ids) < 0 or max(request.token_ids) >= vocab_size:
+        raise RequestError(f"token ids must be in [0, {vocab_size})", param="inputs")
