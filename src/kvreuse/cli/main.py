@@ -23,6 +23,9 @@ COMMANDS = {
     "serve": ("kvreuse.cli.serve", "serve a model"),
     "bench": ("kvreuse.ops.bench.cli", "measure what reuse brings"),
     "lint": ("kvreuse.ops.lint.cli", "find what breaks reuse in prompts"),
+    "deploy": ("kvreuse.ops.deploy.cli", "create or update a SageMaker endpoint"),
+    "destroy": ("kvreuse.ops.deploy.destroy", "remove an endpoint and all that deploy made for it"),
+    "compare": ("kvreuse.ops.deploy.compare", "show the variants of an endpoint side by side"),
 }
 _ROOT_FLAGS = ("-h", "--help", "--version")
 _LONG_FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*")
