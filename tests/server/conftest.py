@@ -13,8 +13,11 @@ import pytest
 import uvicorn
 from fakes import FakeEngine
 
+from kvreuse.api.call import Rules
 from kvreuse.server import handler
 from kvreuse.server.app import create_app
+from kvreuse.server.callers import Tenancy
+from kvreuse.server.connections import Connections
 from kvreuse.server.host import Host
 from kvreuse.server.service import Limits, Service
 from kvreuse.server.toolkit import Toolkit
@@ -25,19 +28,41 @@ from kvreuse.telemetry.stats import Stats
 class Site:
     """Everything of one server under test."""
 
-    def __init__(self, *, engine: FakeEngine | None = None, limits: Limits | None = None, **host: Any) -> None:
+    def __init__(
+        self,
+        *,
+        engine: FakeEngine | None = None,
+        limits: Limits | None = None,
+        rules: Rules | None = None,
+        tenancy: Tenancy | None = None,
+        connections: Connections | None = None,
+        **host: Any,
+    ) -> None:
         self.engine = engine or FakeEngine()
         self.stats = Stats()
         self.log = io.StringIO()
-        self.service = Service(self.engine, stats=self.stats, log=RequestLog(self.log), limits=limits)  # type: ignore[arg-type]
+        self.connections = connections
+        self.service = Service(
+            self.engine,  # type: ignore[arg-type]
+            stats=self.stats,
+            log=RequestLog(self.log),
+            limits=limits,
+            rules=rules,
+            tenancy=tenancy,
+        )
         self.host = Host(stats=self.stats, **{"max_concurrency": 8, **host})
         self.app = create_app(self.host)
         self.url = ""
+        self.server: uvicorn.Server | None = None
 
     def load(self, *, entry_point: str = "no_such_handler", model_dir: str = "/nonexistent") -> None:
         toolkit = Toolkit(entry_point=entry_point, model_dir=model_dir)
         model = toolkit.load()
         self.host.ready(toolkit, model if isinstance(model, Service) else None)
+
+    def num_open(self) -> int:
+        """Requests that the server is answering."""
+        return len(self.server.server_state.tasks) if self.server else 0
 
     def log_lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log.getvalue().splitlines()]
@@ -57,8 +82,17 @@ def make_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSite]:
         if is_loaded:
             site.load()
         server = uvicorn.Server(
-            uvicorn.Config(site.app, port=0, log_config=None, access_log=False, lifespan="off", server_header=False)
+            uvicorn.Config(
+                site.app,
+                port=0,
+                http=site.connections or "auto",  # type: ignore[arg-type]
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+            )
         )
+        site.server = server
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         while not server.started:

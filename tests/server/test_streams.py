@@ -28,12 +28,12 @@ def wait_for(condition: Any) -> None:
     raise AssertionError("it never came true")
 
 
-def raw_post(url: str, body: dict[str, Any]) -> socket.socket:
+def raw_post(url: str, body: dict[str, Any], *headers: str) -> socket.socket:
     """A request whose connection is ours to read from or to close."""
     address = httpx.URL(url)
     sock = socket.create_connection((address.host, address.port or 80), timeout=10)
     content = json.dumps(body).encode()
-    lines = ["POST /invocations HTTP/1.1", "host: x", f"content-length: {len(content)}", "", ""]
+    lines = ["POST /invocations HTTP/1.1", "host: x", f"content-length: {len(content)}", *headers, "", ""]
     sock.sendall("\r\n".join(lines).encode() + content)
     return sock
 
