@@ -24,6 +24,7 @@ __all__ = ["BENCHES", "add_parser", "run"]
 # name -> (module with add_flags(parser) and measure(args) -> Report, help)
 BENCHES = {
     "decode": ("kvreuse.ops.bench.decode", "one decode step on a shared prefix and on private copies"),
+    "restart": ("kvreuse.ops.bench.restart", "first requests after a kill and on a new instance"),
     "templates": ("kvreuse.ops.bench.templates", "time, throughput and memory of templated prompts"),
 }
 

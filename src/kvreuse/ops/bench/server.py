@@ -19,7 +19,7 @@ from typing import IO
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.load import Client
 
-__all__ = ["entrypoint", "serving"]
+__all__ = ["entrypoint", "free_port", "serving"]
 
 _POLL_S = 0.1
 _STOP_S = 30.0
@@ -35,14 +35,18 @@ def entrypoint() -> list[str]:
 
 @contextmanager
 def serving(
-    options: Mapping[str, object], *, command: Sequence[str] | None = None, start_timeout_s: float = 600.0
+    options: Mapping[str, object],
+    *,
+    command: Sequence[str] | None = None,
+    start_timeout_s: float = 600.0,
+    is_killed: bool = False,
 ) -> Iterator[str]:
     """Run the entrypoint until the block ends; yields its URL once /ping answers 200.
 
-    options: option name -> value, set as OPTION_* over what the environment has.
+    options: option name -> value, set as OPTION_* over what the environment has. is_killed: end it with SIGKILL.
     Raises ConfigError with the server's own words when it does not come up.
     """
-    port = _free_port()
+    port = free_port()
     given = {"OPTION_HOST": "127.0.0.1", "SAGEMAKER_BIND_TO_PORT": port}
     given |= {f"OPTION_{name.upper()}": value for name, value in options.items()}
     # env execs, so the process that is waited for and stopped is the server.
@@ -55,10 +59,13 @@ def serving(
             _wait_until_ready(process, Client(url, timeout_s=5.0), log, deadline=time.monotonic() + start_timeout_s)
             yield url
         finally:
+            if is_killed:
+                process.kill()
             _stop(process)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
