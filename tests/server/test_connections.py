@@ -39,7 +39,11 @@ def ping(sock: socket.socket) -> bytes:
     return sock.recv(4096).split(b"\r\n")[0]
 
 
-@pytest.mark.parametrize("half", [b"", b"POST /invocations HTTP/1.1\r\nhost: x\r\nx-slow: "], ids=["idle", "half sent"])
+HALF_HEAD = b"POST /invocations HTTP/1.1\r\nhost: x\r\nx-slow: "
+HALF_BODY = b"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{"
+
+
+@pytest.mark.parametrize("half", [b"", HALF_HEAD, HALF_BODY], ids=["idle", "half a head", "half a body"])
 def test_a_flood_of_waiting_connections_closes_its_oldest_and_answers_ping(few: Site, half: bytes) -> None:
     flood = [connect(few, half) for _ in range(30)]
     assert httpx.get(f"{few.url}/ping").status_code == 200
@@ -83,7 +87,7 @@ def sweep(site: Site, connections: Connections) -> None:
     assert done.wait(5)
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /ping HTTP/1.1\r\nho"], ids=["nothing", "half a head"])
+@pytest.mark.parametrize("sent", [b"", HALF_HEAD, HALF_BODY], ids=["nothing", "half a head", "half a body"])
 def test_who_brings_no_request_in_time_is_closed(make_site: MakeSite, sent: bytes) -> None:
     connections = Connections(max_open=8, idle_s=0.2)
     site = make_site(connections=connections)
