@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvreuse.cache.outline import NodeView, Outline
 from kvreuse.errors import EngineDeadError, InternalError, OverloadedError, RequestError
 from kvreuse.types import (
     CacheFacts,
@@ -101,6 +102,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.submitted: list[Request] = []
         self.peak_running = 0
+        self.gauges: dict[str, Any] = {"bytes_per_token": 100}
         self._seen: list[tuple[tuple[int, ...], Scope]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
@@ -148,7 +150,18 @@ class FakeEngine:
         self._thread.join(timeout=5)
 
     def snapshot(self) -> dict[str, Any]:
-        return {"running": len(self._running), "waiting": 0, "store": {"used_slots": len(self._seen)}}
+        return {"running": len(self._running), "waiting": 0, "store": {"used_slots": len(self._seen)}, **self.gauges}
+
+    def outline(self, max_nodes: int, names: Mapping[str, tuple[int, ...]]) -> Outline:
+        """A node per prompt, named where a known prefix begins it."""
+        nodes = [
+            NodeView(
+                id=f"n{i}", parent="", name=next((n for n, p in names.items() if p and ids[: len(p)] == p), ""),
+                depth=0, num_tokens=len(ids), num_children=0, uses=1.0, idle_s=2.0, is_pinned=False,
+            )
+            for i, (ids, _) in enumerate(self._seen[:max_nodes])
+        ]  # fmt: skip
+        return Outline(400, [[1, 1, 0]] * 200, nodes, len(self._seen))
 
     @property
     def num_outstanding(self) -> int:

@@ -6,7 +6,7 @@ Knows {{name}} and where it may stand. Knows nothing of tokens: a filled templat
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -16,7 +16,7 @@ from kvreuse.api.fields import Fields, check_text
 from kvreuse.api.openai import read_messages
 from kvreuse.errors import ConfigError, RequestError
 
-__all__ = ["fill", "load_templates"]
+__all__ = ["fill", "load_templates", "samples"]
 
 _PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
@@ -66,8 +66,8 @@ def fill(name: object, variables: Mapping[str, object], *, rules: Rules) -> Prom
         raise RequestError(f"template must be one of those registered here: {known}", param="template")
     values = {**template.variables, **variables}
     body = template.body
-    texts = [body] if isinstance(body, str) else [str(message.get("content") or "") for message in body]
-    places = {place for text in texts for place in _PLACE.findall(text)}
+    texts = _texts(body)
+    places = _places(texts)
     for place in sorted(places):
         values[place] = _said(place, values.get(place))
     filled = [_PLACE.sub(lambda match: str(values[match[1]]), text) for text in texts]
@@ -77,6 +77,21 @@ def fill(name: object, variables: Mapping[str, object], *, rules: Rules) -> Prom
         return Chat(messages=messages, variables={**rules.template_variables, **others})
     Fields(others, where="variables").refuse_unknown(places)
     return filled[0]
+
+
+def samples(name: str, *, rules: Rules) -> tuple[Prompt, Prompt]:
+    """Two prompts of template `name` that differ in every variable from its first character on."""
+    places = _places(_texts(rules.templates[name].body))
+    one, other = (fill(name, dict.fromkeys(places, character), rules=rules) for character in "0Z")
+    return one, other
+
+
+def _texts(body: str | Sequence[Mapping[str, object]]) -> list[str]:
+    return [body] if isinstance(body, str) else [str(message.get("content") or "") for message in body]
+
+
+def _places(texts: Sequence[str]) -> set[str]:
+    return {place for text in texts for place in _PLACE.findall(text)}
 
 
 def _said(name: str, value: object) -> str:

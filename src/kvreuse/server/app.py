@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from kvreuse.api.errors import error_object, openai_error
@@ -25,6 +25,7 @@ from kvreuse.server.flights import Flights
 from kvreuse.server.host import Host
 from kvreuse.server.replies import error_response, log_fault, reply, user_reply
 from kvreuse.server.service import Schema, new_request_id
+from kvreuse.server.status import PAGE_HEADERS, StatusPage
 from kvreuse.telemetry.prometheus import Prometheus
 
 __all__ = ["ROUTES", "create_app"]
@@ -40,6 +41,8 @@ ROUTES = (
     ("GET", "/ping"),
     ("POST", "/invocations"),
     ("GET", "/metrics"),
+    ("GET", "/status"),
+    ("GET", "/status.json"),
     ("GET", "/execution-parameters"),
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -55,6 +58,8 @@ def create_app(host: Host) -> Starlette:
         "/ping": routes.ping,
         "/invocations": routes.invocations,
         "/metrics": routes.metrics,
+        "/status": routes.status,
+        "/status.json": routes.status_json,
         "/execution-parameters": routes.execution_parameters,
         "/v1/chat/completions": routes.chat,
         "/v1/completions": routes.completions,
@@ -70,6 +75,7 @@ class _Routes:
         self._host = host
         self._flights = Flights()
         self._prometheus = Prometheus(host.stats, host.gauges)
+        self._status = StatusPage(host)
         # As many threads as may run at once: a user's hook holds its thread until it has answered.
         self._threads = ThreadPoolExecutor(max_workers=host.max_concurrency, thread_name_prefix="kvreuse-hook")
 
@@ -105,6 +111,12 @@ class _Routes:
 
     async def metrics(self, request: Request, request_id: str) -> Response:
         return Response(self._prometheus.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def status(self, request: Request, request_id: str) -> Response:
+        return HTMLResponse(self._status.page(), headers=PAGE_HEADERS)
+
+    async def status_json(self, request: Request, request_id: str) -> Response:
+        return Response(await asyncio.to_thread(self._status.numbers), headers=PAGE_HEADERS, media_type=JSON_TYPE)
 
     async def execution_parameters(self, request: Request, request_id: str) -> Response:
         limits = {

@@ -24,12 +24,19 @@ class Host:
     """Written once by the loader's thread, read by the event loop. Times in seconds."""
 
     def __init__(
-        self, *, stats: Stats, max_concurrency: int, max_body_bytes: int = 25 * 2**20, read_timeout_s: float = 55.0
+        self,
+        *,
+        stats: Stats,
+        max_concurrency: int,
+        max_body_bytes: int = 25 * 2**20,
+        read_timeout_s: float = 55.0,
+        has_status_page: bool = True,
     ) -> None:
         self.stats = stats
         self.max_concurrency = max_concurrency
         self.max_body_bytes = max_body_bytes
         self.read_timeout_s = read_timeout_s
+        self.has_status_page = has_status_page
         self.loaded_at = 0
         self._toolkit: Toolkit | None = None
         self._service: Service | None = None
@@ -55,6 +62,11 @@ class Host:
         self._able()
         if self._service is None:
             raise RequestError("this endpoint's handler serves /invocations only", status=404)
+        return self._service
+
+    @property
+    def service_if_any(self) -> Service | None:
+        """None while loading and where a user's handler does without the engine."""
         return self._service
 
     def _able(self) -> Toolkit:

@@ -50,6 +50,7 @@ def main(config: Config) -> int:
         max_concurrency=config.concurrency(),
         max_body_bytes=config.max_body_bytes,
         read_timeout_s=config.request_timeout_s,
+        has_status_page=config.status_page,
     )
     try:
         listener = _bind(config)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvreuse.api import openai, sagemaker
@@ -17,6 +20,7 @@ from kvreuse.api.call import Call, Chat, Meta, Prompt, Rules
 from kvreuse.api.facts import kv_cache
 from kvreuse.api.fields import parse_object
 from kvreuse.api.sagemaker_view import SageMakerView
+from kvreuse.api.templates import samples
 from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.server.answer import Answer
 from kvreuse.server.callers import Caller, Tenancy
@@ -113,7 +117,7 @@ class Service:
 
         def end(answer: Answer, error: KVReuseError | None) -> None:
             answer.headers.update(end_turn(answer.results))
-            self._end(schema, answer, error)
+            self._end(schema, answer, error, template=body.get("template"))
 
         answer = Answer(
             self.engine,
@@ -127,6 +131,18 @@ class Service:
         if caller.inference_id and not caller.session_id and not call.is_stream:
             answer.join_key = (caller.scope, caller.inference_id, schema, repr(body))
         return answer
+
+    @cached_property
+    def prefixes(self) -> Mapping[str, tuple[int, ...]]:
+        """Template id -> the tokens that all its prompts begin with, whatever the variables are."""
+        found = {}
+        for name in self._rules.templates:
+            with suppress(RequestError):  # some values are not for every template to take
+                one, other = (self._encode(prompt) for prompt in samples(name, rules=self._rules))
+                found[name] = tuple(
+                    a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+                )
+        return found
 
     def purge(self, headers: Mapping[str, str]) -> int:
         """Drop what is cached of the tenant that `headers` name, or everything; returns blocks. Sessions close."""
@@ -192,7 +208,7 @@ class Service:
             case _:
                 return prompt
 
-    def _end(self, schema: Schema, answer: Answer, error: KVReuseError | None) -> None:
+    def _end(self, schema: Schema, answer: Answer, error: KVReuseError | None, *, template: object) -> None:
         done = [result for result in answer.results if isinstance(result, Done)]
         for result in done:
             self._stats.record_request(
@@ -213,6 +229,7 @@ class Service:
             status=error.status if error else 499 if num_left else 200,
             error=error.type if error else _LEFT if num_left else None,
             extra={
+                "template": template,
                 "stream": answer.is_stream,
                 "num_failed": len(failures),
                 "finish_reasons": [c.finish_reason.value for result in done for c in result.completions],
