@@ -70,6 +70,7 @@ def test_a_request_under_way_outlives_a_flood(few: Site) -> None:
 
 def test_a_connection_that_was_served_is_younger_than_one_that_only_waits(few: Site) -> None:
     served, idle = connect(few), connect(few)
+    httpx.get(f"{few.url}/ping", headers={"connection": "close"})  # connections are taken in order: both are in
     assert ping(served) == b"HTTP/1.1 200 OK"
     flood = [connect(few) for _ in range(7)]
     assert is_closed(idle)

@@ -64,7 +64,8 @@ class _Connection(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:
+        # Until its last byte is here a request is none yet: half-sent bodies crowd out others as half-sent heads do.
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
             self._owner.leave(self)
 
     def on_response_complete(self) -> None:
