@@ -29,16 +29,20 @@ async def handle(inputs: Input) -> Output | AsyncIterator[Output] | None:
         return None
     try:
         _check_type(inputs)
-        wants_stream = STREAM_TYPE in (inputs.get_property("Accept") or "")
         # Tokenizing a long prompt takes a while, and the loop serves everybody.
-        answer = await asyncio.to_thread(service.answer, inputs.get_as_bytes(), wants_stream=wants_stream)
+        answer = await asyncio.to_thread(
+            service.answer,
+            inputs.get_as_bytes(),
+            wants_stream=STREAM_TYPE in _accepted(inputs),
+            headers=inputs.get_properties(),
+        )
         if answer.is_stream:
             return _stream(answer)
         body = await answer.wait()
     except KVReuseError as error:
         return _refusal(error)
-    attributes = custom_attributes(answer.meta.request_id, answer.facts)
-    return create_non_stream_output(body.decode(), properties={CUSTOM_ATTRIBUTES: attributes})
+    facts = {CUSTOM_ATTRIBUTES: custom_attributes(answer.meta.request_id, answer.facts)}
+    return create_non_stream_output(body.decode(), properties=answer.headers | facts)
 
 
 async def _stream(answer: Answer) -> AsyncIterator[Output]:
@@ -68,6 +72,11 @@ def _end_if_dead(error: KVReuseError) -> None:
     """DJL Serving starts a process anew that has ended, and no other."""
     if isinstance(error, EngineDeadError):
         asyncio.get_running_loop().call_later(_GRACE_S, os._exit, 1)
+
+
+def _accepted(inputs: Input) -> str:
+    """On a stream call SageMaker moves Accept to a header of its own."""
+    return inputs.get_property("X-Amzn-SageMaker-Accept") or inputs.get_property("Accept") or ""
 
 
 def _check_type(inputs: Input) -> None:

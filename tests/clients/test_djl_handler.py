@@ -18,6 +18,7 @@ from serving import ROOT
 
 from kvreuse.errors import ConfigError
 from kvreuse.server import handler
+from kvreuse.server.callers import Tenancy
 from kvreuse.server.service import Limits
 
 STAND_IN = Path(__file__).parent / "djl_stand_in"
@@ -82,7 +83,14 @@ def test_an_answer_is_whole_and_carries_its_cache_facts(ask: Ask, site: Site) ->
     assert "cached_tokens=0" in output.properties["X-Amzn-SageMaker-Custom-Attributes"]
 
 
-@pytest.mark.parametrize("way", [{"body": HELLO | {"stream": True}}, {"body": HELLO, "Accept": "text/event-stream"}])
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"body": HELLO | {"stream": True}},
+        {"body": HELLO, "Accept": "text/event-stream"},
+        {"body": HELLO, "X_Amzn_SageMaker_Accept": "text/event-stream"},
+    ],
+)
 def test_a_stream_is_events_and_a_last_output(ask: Ask, site: Site, way: dict[str, Any]) -> None:
     outputs = ask(**way)
     assert [output.last for output in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -107,6 +115,19 @@ def test_a_refusal_is_a_status_and_a_sentence(
     (output,) = ask(body, **properties)
     assert (output.caller_code, output.last) == (status, True)
     assert said in output.error
+
+
+def test_headers_name_the_tenant(ask: Ask, site: Site) -> None:
+    site.service.tenancy = Tenancy(mode="required")
+    (refused,), (answered,) = ask(HELLO), ask(HELLO, X_KVReuse_Tenant="ada")
+    assert refused.caller_code == 400
+    assert answered.caller_code is None
+    assert [request.scope.tenant for request in site.engine.submitted] == ["ada"]
+
+
+def test_a_session_is_opened_as_in_any_other_server(ask: Ask, site: Site) -> None:
+    (output,) = ask(HELLO, X_Amzn_SageMaker_Session_Id="NEW_SESSION")
+    assert "; Expires=" in output.properties["X-Amzn-SageMaker-New-Session-Id"]
 
 
 def test_a_fault_in_mid_stream_is_the_last_event(ask: Ask, make_site: MakeSite) -> None:

@@ -17,6 +17,9 @@ class Input:
     def is_empty(self) -> bool:
         return self._body is None
 
+    def get_properties(self) -> dict[str, str]:
+        return self.properties
+
     def get_property(self, key: str) -> str | None:
         found = [value for name, value in self.properties.items() if name.lower() == key.lower()]
         return found[0] if found else None
