@@ -36,8 +36,9 @@ _ANSWER_S, _FLUSH_S = 4, 4
 # Longer than a caller keeps an idle connection: it must not be closed under a request that is on its way.
 _KEEP_ALIVE_S = 90
 _MAX_CONNECTIONS = 4096
-_BACKLOG = 512
 _OTHER_FILES = 256
+# Connections that may wait to be accepted; and how many are accepted before the loop turns to others again.
+_BACKLOG, _ACCEPTED_AT_ONCE = 2048, 32
 _LOG = logging.getLogger(__name__)
 
 
@@ -78,10 +79,10 @@ def _bind(config: Config) -> socket.socket:
 
 
 def _allowed_connections() -> int:
-    """As many as there are file descriptors for, beside other files and the connections that wait to be accepted."""
+    """As many as there are file descriptors for, beside other files and connections just accepted."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(16, min(_MAX_CONNECTIONS, hard - _BACKLOG - _OTHER_FILES))
+    return max(16, min(_MAX_CONNECTIONS, hard - _ACCEPTED_AT_ONCE - _OTHER_FILES))
 
 
 def _refuse(sentence: str) -> int:
@@ -101,7 +102,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,  # type: ignore[arg-type]  # Starlette is an ASGI application
                 http=connections,  # type: ignore[arg-type]  # it is only called, as the class would be
-                backlog=_BACKLOG,
+                backlog=_ACCEPTED_AT_ONCE,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -138,6 +139,11 @@ class _Server(uvicorn.Server):
     def _fail(self, sentence: str) -> None:
         self.exit_code = _refuse(sentence)
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
     async def on_tick(self, counter: int) -> bool:
         self._connections.sweep()
