@@ -7,10 +7,12 @@ query has an id and is replaced by it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -90,7 +92,12 @@ def aws(monkeypatch: MonkeyPatch) -> Iterator[Sent]:
 
 def client(service: str) -> Any:
     """A client that Sent does not listen to."""
-    return botocore.session.get_session().create_client(service)
+    return _client(service, os.environ["AWS_ENDPOINT_URL"])
+
+
+@cache
+def _client(service: str, url: str) -> Any:
+    return botocore.session.get_session().create_client(service, endpoint_url=url)
 
 
 def _reset(url: str) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ops.aws import ROLE, Sent, aws, client
+from serving import Container
 
 from kvreuse.cli.main import main
 from kvreuse.errors import ConfigError
 from kvreuse.ops.deploy import Canary, DeployError, KVReuseModel, Predictor
 from kvreuse.ops.deploy.resources import policy
 
+FOLDER = Path(__file__).parents[2] / "src" / "kvreuse" / "ops" / "deploy"
 TYPE = "ml.g4dn.xlarge"
 FLAGS = ["--model-data", "s3://bucket/toy/", "--role", ROLE, "--image-uri", "image:1", "--instance-type", TYPE]
 
@@ -248,9 +253,10 @@ def test_without_credentials_the_command_says_so(
 
 def test_compare_puts_the_variants_side_by_side(account: Sent, capsys: pytest.CaptureFixture[str]) -> None:
     model().deploy(endpoint_name="toy", instance_type=TYPE, canary=Canary(weight=0.1))
+    at = datetime.now(UTC) - timedelta(minutes=5)
     for name, hit_rate in (("main", 0.5), ("canary", 0.75)):
         dimensions = [{"Name": "EndpointName", "Value": "toy"}, {"Name": "VariantName", "Value": name}]
-        datum = {"MetricName": "KV_CACHE_HIT_RATE", "Dimensions": dimensions, "Value": hit_rate}
+        datum = {"MetricName": "KV_CACHE_HIT_RATE", "Dimensions": dimensions, "Value": hit_rate, "Timestamp": at}
         client("cloudwatch").put_metric_data(Namespace="kvreuse", MetricData=[datum])
     assert main(["compare", "toy", "--hours", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -266,3 +272,16 @@ def test_compare_of_an_endpoint_that_does_not_exist_is_refused(
 ) -> None:
     assert main(["compare", "toy"]) == 1
     assert capsys.readouterr().err == "kvreuse: error: there is no endpoint toy\n"
+
+
+def test_saved_queries_name_fields_of_the_request_log(container: Container) -> None:
+    start = "One letter is sorted into one of five drawers, and only the drawer is named. " * 6
+    for text in (start + "alpha " * 40, start + "beta " * 40):
+        assert container.post({"inputs": text, "parameters": {"max_new_tokens": 1}}).status_code == 200
+    assert container.post({"inputs": 1}).status_code == 400
+    fields = {name for line in container.log_lines() for name in line}
+    queries = json.loads((FOLDER / "queries.json").read_text("utf-8"))
+    text = re.sub(r"'\w+'", "", "\n".join(line for lines in queries.values() for line in lines))
+    named = set(re.findall(r"[a-z]\w*_\w+|tier|event|error|status", text)) - {"hit_rate", "p50_ms", "p99_ms"}
+    assert len(named) >= 8
+    assert named <= fields

@@ -17,7 +17,7 @@ from kvreuse.ops.deploy.calls import Call
 from kvreuse.ops.deploy.cloud import Cloud, DeployError
 from kvreuse.ops.deploy.plan import plan_deploy
 from kvreuse.ops.deploy.resources import policy
-from kvreuse.ops.deploy.settings import Canary, Hosting, Source
+from kvreuse.ops.deploy.settings import Canary, Hosting, Source, by_field
 
 __all__ = ["add_parser", "carry_out", "run"]
 
@@ -81,7 +81,7 @@ def _wanted(args: argparse.Namespace) -> tuple[Source, Hosting]:
     for name, item in _SETTINGS.items():
         if item.default is MISSING and name not in given:
             raise ConfigError(f"{_flag(name)} is missing\nhint: kvreuse deploy --help")
-    options, change = _pairs(args.option, "--option"), _pairs(args.set, "--set")
+    options, change = by_field(_pairs(args.option, "--option")), by_field(_pairs(args.set, "--set"))
     canary = None if args.canary_weight is None else Canary(weight=args.canary_weight, options=change)
     of_source = {item.name: given.pop(item.name) for item in fields(Source) if item.name in given}
     source = Source(**of_source, options=options if canary else options | change, env=_pairs(args.env, "--env"))

@@ -103,9 +103,17 @@ class Cloud:
         found = self.describe(name)
         if found is None:
             return None
+        config = self._find("sagemaker", "describe_endpoint_config", EndpointConfigName=found["EndpointConfigName"])
+        types = {
+            made["VariantName"]: made.get("InstanceType", "") for made in (config or {}).get("ProductionVariants", [])
+        }
         fleets = {
-            variant["VariantName"]: Fleet(variant.get("DesiredInstanceCount", 0), variant.get("DesiredWeight", 0.0))
-            for variant in found.get("ProductionVariants", [])
+            live["VariantName"]: Fleet(
+                instance_type=types.get(live["VariantName"], ""),
+                count=live.get("DesiredInstanceCount", 0),
+                weight=live.get("DesiredWeight", 0.0),
+            )
+            for live in found.get("ProductionVariants", [])
         }
         is_ours = self._is_tagged(call("sagemaker", "ListTags", ResourceArn=found["EndpointArn"]), name)
         return Endpoint(found["EndpointStatus"], found["EndpointConfigName"], is_ours, fleets)
@@ -154,4 +162,5 @@ def _faults_of(what: str) -> Iterator[None]:
     try:
         yield
     except (BotoCoreError, ClientError) as error:
-        raise DeployError(f"{what}: {error}") from error
+        reason = getattr(error, "last_response", {}).get("FailureReason")  # of a wait that ended badly
+        raise DeployError(f"{what}: {reason or error}") from error

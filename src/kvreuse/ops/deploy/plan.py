@@ -24,6 +24,7 @@ _DEAD = ("Failed", "OutOfService")  # such an endpoint can only be deleted
 class Fleet:
     """A variant that exists: its instances and its share of the traffic, as last asked for."""
 
+    instance_type: str
     count: int
     weight: float
 
@@ -130,8 +131,10 @@ def _endpoint(
     if not live:
         yield resources.create_endpoint(hosting.endpoint_name, name)
         return
-    # AWS refuses to remove a variant or to change its instance type while autoscaling holds it.
-    yield from _deregister(hosting.endpoint_name, observed.scaled)
+    # AWS refuses to change the instance type of a variant, or to remove it, while autoscaling holds it.
+    kept = {variant.name for variant in wanted if variant.is_scaled} & set(live.fleets)
+    kept = {name for name in kept if live.fleets[name].instance_type == hosting.instance_type}
+    yield from _deregister(hosting.endpoint_name, observed.scaled - kept)
     has_same_names = {variant.name for variant in wanted} == set(live.fleets)
     guards = watch.put_alarms(hosting, wanted, rolls_back=True) if has_same_names else []
     alarms = [guard.parameters["AlarmName"] for guard in guards]

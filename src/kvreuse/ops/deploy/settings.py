@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvreuse.config import FLAG_NAMES, OPTIONS, Config, load_config, unknown
-from kvreuse.config.kinds import Kind, choice, integer, number, optional, text
+from kvreuse.config.kinds import Kind, choice, integer, number, optional
 from kvreuse.errors import ConfigError
 
-__all__ = ["ALIASES", "MAIN", "Canary", "Hosting", "Source", "Variant", "variants"]
+__all__ = ["ALIASES", "MAIN", "Canary", "Hosting", "Source", "Variant", "by_field", "variants"]
 
 MAIN, CANARY = "main", "canary"
 # Names that people know from elsewhere -> ours.
@@ -36,6 +36,14 @@ def _matching(pattern: str, allowed: str) -> Kind:
 def _setting(kind: Kind, doc: str, default: Any = MISSING) -> Any:
     """A field that is checked, and that the command line has a flag for."""
     return field(default=default, metadata={"kind": kind, "doc": doc})
+
+
+def _maybe(kind: Kind, doc: str) -> Any:
+    """A setting that may be None, written auto."""
+    return _setting(optional(kind), doc, None)
+
+
+_NAME = _matching(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", "1 to 63 letters, digits and inner dashes")
 
 
 class _Checked:
@@ -76,46 +84,30 @@ class Canary(_Checked):
 class Hosting(_Checked):
     """Where and how it runs."""
 
-    endpoint_name: str = field(
-        default="kvreuse",
-        metadata={"kind": _matching(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", "1 to 63 letters, digits and inner dashes")},
-    )
+    endpoint_name: str = field(default="kvreuse", metadata={"kind": _NAME})
     instance_type: str = _setting(_matching(r"ml\.\w[\w-]*\.\w+", "such as ml.g5.xlarge"), "Type of instance")
-    initial_instance_count: int = _setting(integer(1, 10_000), "Instances; the fewest under autoscaling", 1)
-    max_instance_count: int | None = _setting(
-        optional(integer(1, 10_000)), "Most instances; more than initial_instance_count turns autoscaling on", None
-    )
-    autoscaling_metric: str = _setting(
-        choice("concurrency", "gpu"), "What autoscaling keeps at its target", "concurrency"
-    )
-    autoscaling_target: float | None = _setting(
-        optional(number(0, 1e6, above_low=True)),
-        "Per instance: requests at once (auto: 0.75 x max_batch_size) or GPU percent (auto: 60)",
-        None,
+    initial_instance_count: int = _setting(integer(1, 10_000), "Instances, the fewest under autoscaling", 1)
+    max_instance_count: int | None = _maybe(integer(1, 10_000), "Most instances; autoscaling is on if that is more")
+    autoscaling_metric: str = _setting(choice("concurrency", "gpu"), "What is kept at a target", "concurrency")
+    autoscaling_target: float | None = _maybe(
+        number(0, 1e6, above_low=True),
+        "Of each instance: requests (auto: 0.75 x max_batch_size), GPU percent (auto: 60)",
     )
     scale_out_cooldown_s: int = _setting(integer(0, 86_400), "Seconds between two additions", 300)
     scale_in_cooldown_s: int = _setting(integer(0, 86_400), "Seconds between two removals; each drops a store", 1800)
-    inference_ami_version: str | None = _setting(
-        optional(text("a name that SageMaker knows")),
-        "Image of the instance; auto has a driver for CUDA 13 on GPUs",
-        None,
-    )
-    volume_size_gb: int | None = _setting(
-        optional(integer(1, 512)), "Disk, only for types without one of their own", None
-    )
+    inference_ami_version: str | None = _maybe(_NAME, "Image of the instance; auto runs CUDA 13 on GPU types")
+    volume_size_gb: int | None = _maybe(integer(1, 512), "Disk, only for types without one of their own")
     startup_timeout_s: int = _setting(integer(60, 3600), "Seconds until the container must be ready", 1800)
     download_timeout_s: int = _setting(integer(60, 3600), "Seconds until the model must be downloaded", 1800)
     prefix_length_bytes: int = _setting(
-        integer(1024, 65_536), "Start of a body by which two or more instances share requests", 4096
+        integer(1024, 65_536), "Start of a body by which instances share requests", 4096
     )
-    prefix_concurrency: int | None = _setting(
-        optional(integer(1, 1024)), "Requests in one instance at which another takes over; auto: max_batch_size", None
+    prefix_concurrency: int | None = _maybe(
+        integer(1, 1024), "Requests in an instance beyond which others take over; auto is max_batch_size"
     )
     bake_s: int = _setting(integer(0, 3600), "Seconds that an update is watched before the old instances go", 600)
     hit_rate_alarm: float = _setting(number(0, 1, above_low=True), "Hit rate below which an alarm goes off", 0.7)
-    alarm_topic: str | None = _setting(
-        optional(_matching(r"arn:aws[a-z-]*:sns:\S+", "the ARN of an SNS topic")), "Topic that alarms are sent to", None
-    )
+    alarm_topic: str | None = _maybe(_matching(r"arn:aws[a-z-]*:sns:\S+", "an ARN of SNS"), "Topic that alarms go to")
     canary: Canary | None = None
 
     @classmethod
@@ -151,12 +143,12 @@ class Variant:
 def variants(source: Source, hosting: Hosting) -> tuple[Variant, ...]:
     """The main variant, then the canary if there is one. Only the main one scales. Raises ConfigError."""
     canary, count = hosting.canary, hosting.initial_instance_count
-    options = _by_field(source.options)
+    options = by_field(source.options)
     most = max(count, hosting.max_instance_count or count)
     main = _variant(source, hosting, MAIN, options, weight=1 - canary.weight if canary else 1, counts=(count, most))
     if canary is None:
         return (main,)
-    changed = options | _by_field(canary.options)
+    changed = options | by_field(canary.options)
     return main, _variant(source, hosting, CANARY, changed, weight=canary.weight, counts=(1, 1))
 
 
@@ -168,18 +160,12 @@ def _variant(
     chosen = {f"OPTION_{option.upper()}": value for option, value in (identity | dict(options)).items()}
     environment = {**source.env, **chosen}
     config = load_config({}, env=environment, properties_path=Path(os.devnull))
-    return Variant(
-        name=name,
-        environment=environment,
-        config=config,
-        weight=weight,
-        count=counts[0],
-        min_count=counts[0],
-        max_count=counts[1],
-    )
+    fewest, most = counts
+    numbers = {"count": fewest, "min_count": fewest, "max_count": most}
+    return Variant(name=name, environment=environment, config=config, weight=weight, **numbers)
 
 
-def _by_field(options: Mapping[str, object]) -> dict[str, str]:
+def by_field(options: Mapping[str, object]) -> dict[str, str]:
     """Option -> its value as text, by the name of the field."""
     named: dict[str, str] = {}
     for spelling, value in options.items():
