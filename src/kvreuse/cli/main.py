@@ -22,6 +22,8 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 COMMANDS = {
     "serve": ("kvreuse.cli.serve", "serve a model"),
     "bench": ("kvreuse.ops.bench.cli", "measure what reuse brings"),
+    "top": ("kvreuse.ops.top", "watch a server"),
+    "explain": ("kvreuse.ops.explain.cli", "find out from the log why reuse is what it is"),
     "lint": ("kvreuse.ops.lint.cli", "find what breaks reuse in prompts"),
     "deploy": ("kvreuse.ops.deploy.cli", "create or update a SageMaker endpoint"),
     "destroy": ("kvreuse.ops.deploy.destroy", "remove an endpoint and all that deploy made for it"),

@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const number = (value, digits = 0) => value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits });
 const percent = (share) => share == null ? "–" : (100 * share).toFixed(1) + " %";
-const ms = (seconds) => seconds == null ? "–" : number(seconds * 1000, seconds < 0.01 ? 2 : 0) + " ms";
+const ms = (seconds) => seconds == null ? "–" : seconds >= 10 ? number(seconds, 1) + " s" : number(seconds * 1000, seconds < 0.01 ? 2 : 0) + " ms";
 const bytes = (count) => {
   let unit = 0;
   while (count >= 1024 && unit < 4) { count /= 1024; unit += 1; }
@@ -20,7 +20,7 @@ function node(name, attributes = {}, ...children) {
 
 // lines: [{ color, points: [[x, y or null]] }]. Draws into the svg `id`; `label` says in words what is seen.
 function chart(id, lines, { top, format, label, from = "", to = "" }) {
-  const width = 480, height = 170, left = 58, bottom = 24;
+  const width = $(id).clientWidth || 480, height = 170, left = 58, bottom = 24;
   const xs = lines.flatMap((line) => line.points.map(([x]) => x));
   const low = Math.min(...xs), span = Math.max(...xs) - low || 1;
   const place = ([x, y]) => [left + (x - low) / span * (width - left - 6), 8 + (1 - y / top) * (height - bottom - 8)];
