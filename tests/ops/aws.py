@@ -57,6 +57,7 @@ class Sent:
         make = boto3.Session.client
 
         def made_client(session: Any, *arguments: Any, **named: Any) -> Any:
+            session._session.register_component("data_loader", _loader)  # models are large: each is read once
             made = make(session, *arguments, **named)
             made.meta.events.register("before-call", self._note)
             return made
@@ -97,7 +98,9 @@ def client(service: str) -> Any:
 
 @cache
 def _client(service: str, url: str) -> Any:
-    return botocore.session.get_session().create_client(service, endpoint_url=url)
+    session = botocore.session.get_session()
+    session.register_component("data_loader", _loader)
+    return session.create_client(service, endpoint_url=url)
 
 
 def _reset(url: str) -> None:

@@ -61,7 +61,7 @@ def after(calls: tuple[Call, ...], *, instance_type: str = GPU, **counts: int) -
         configs=frozenset([config["EndpointConfigName"]]),
         alarms=frozenset(made["AlarmName"] for made in by_operation["PutMetricAlarm"]),
         scaled=frozenset(made["ResourceId"].split("/")[-1] for made in targets),
-        has_dashboard=True,
+        dashboard=by_operation["PutDashboard"][0]["DashboardBody"],
         queries={made["name"]: f"id of {made['name']}" for made in by_operation["PutQueryDefinition"]},
     )
 
@@ -348,7 +348,11 @@ def test_the_policy_allows_every_planned_call_and_names_only_this_endpoint() -> 
     document = policy("toy", role=ROLE)
     allowed = {action for statement in document["Statement"] for action in statement["Action"]}
     first = plan(endpoint_name="toy", max_instance_count=2)
-    calls = (*first, *plan(after(first), options={"max_batch_size": 4}), *plan_destroy("toy", after(first)))
+    calls = (
+        *first,
+        *plan(after(first), endpoint_name="toy", canary=Canary(weight=0.1)),
+        *plan_destroy("toy", after(first)),
+    )
     assert {f"{sent.service}:{sent.operation}" for sent in calls} <= allowed
     narrow = [statement for statement in document["Statement"] if statement["Resource"] != "*"]
     named = [
@@ -359,3 +363,17 @@ def test_the_policy_allows_every_planned_call_and_names_only_this_endpoint() -> 
     ]
     assert all(re.search(r"[/:-]toy(-\*|/\*)?$", text) for text in named)
     assert ROLE in [statement["Resource"] for statement in document["Statement"]]
+
+
+def test_a_dashboard_of_others_is_not_overwritten() -> None:
+    theirs = replace(NOTHING, dashboard='{"widgets": []}')
+    with pytest.raises(ConfigError, match="dashboard kvreuse-kvreuse was not made by kvreuse deploy"):
+        plan(theirs)
+    assert plan_destroy("kvreuse", theirs) == ()
+
+
+def test_going_back_to_what_was_there_before_makes_nothing_anew() -> None:
+    first = after(plan())
+    second = after(plan(first, options={"max_batch_size": 4}))
+    both = replace(second, models=first.models | second.models, configs=first.configs | second.configs)
+    assert operations(plan(both)) == ["UpdateEndpoint"]

@@ -83,7 +83,7 @@ class Cloud:
             configs=self._named(endpoint_name, "EndpointConfig", rf"{base}-\w{{8}}-\w{{6}}"),
             alarms=self._alarms(endpoint_name, prefix),
             scaled=self._scaled(endpoint_name),
-            has_dashboard=board is not None and watch.marker(endpoint_name) in board["DashboardBody"],
+            dashboard=board["DashboardBody"] if board else None,
             queries={query["name"]: query["queryDefinitionId"] for query in found_queries},
         )
 

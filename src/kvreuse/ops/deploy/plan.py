@@ -40,9 +40,10 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
-    """What exists of one endpoint; but for the endpoint itself, only what `deploy` has made.
+    """What exists of one endpoint; but for the endpoint itself and the dashboard, only what `deploy` has made.
 
-    scaled: names of the variants with a scalable target. queries: name -> id.
+    scaled: names of the variants with a scalable target. dashboard: the body of the one that bears the endpoint's
+    name, whoever made it. queries: name -> id.
     """
 
     region: str
@@ -51,7 +52,7 @@ class Observed:
     configs: frozenset[str] = frozenset()
     alarms: frozenset[str] = frozenset()
     scaled: frozenset[str] = frozenset()
-    has_dashboard: bool = False
+    dashboard: str | None = None
     queries: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -62,6 +63,8 @@ def plan_deploy(source: Source, hosting: Hosting, observed: Observed) -> tuple[C
     """
     name = hosting.endpoint_name
     found = _usable(name, observed)
+    if observed.dashboard is not None and watch.marker(name) not in observed.dashboard:
+        raise _not_ours(f"dashboard {watch.dashboard_name(name)}")
     live = None if found is None or found.status in _DEAD else found
     wanted = [_at_live_count(variant, live) for variant in variants(source, hosting)]
     models = [resources.create_model(source, hosting, variant) for variant in wanted]
@@ -85,13 +88,13 @@ def plan_deploy(source: Source, hosting: Hosting, observed: Observed) -> tuple[C
 def plan_destroy(endpoint_name: str, observed: Observed) -> tuple[Call, ...]:
     """The calls that remove all that `deploy` has made. Raises ConfigError for an endpoint that is busy or not ours."""
     found = _usable(endpoint_name, observed)
-    dashboards = [watch.dashboard_name(endpoint_name)]
+    board = [watch.dashboard_name(endpoint_name)] if watch.marker(endpoint_name) in (observed.dashboard or "") else []
     return (
         *(_delete_endpoint(endpoint_name, observed) if found else ()),
         *(call("sagemaker", "DeleteEndpointConfig", EndpointConfigName=name) for name in sorted(observed.configs)),
         *(call("sagemaker", "DeleteModel", ModelName=name) for name in sorted(observed.models)),
         *_delete_alarms(observed.alarms),
-        *([call("cloudwatch", "DeleteDashboards", DashboardNames=dashboards)] if observed.has_dashboard else ()),
+        *([call("cloudwatch", "DeleteDashboards", DashboardNames=board)] if board else ()),
         *(call("logs", "DeleteQueryDefinition", queryDefinitionId=found_id) for found_id in observed.queries.values()),
     )
 
@@ -100,13 +103,14 @@ def _usable(endpoint_name: str, observed: Observed) -> Endpoint | None:
     """The endpoint, if there is one. Refuses what others made and what AWS is still changing."""
     found = observed.endpoint
     if found and not found.is_ours:
-        raise ConfigError(
-            f"endpoint {endpoint_name} was not made by kvreuse deploy\n"
-            f"hint: only what has the tag kvreuse:endpoint={endpoint_name} is touched; choose another name"
-        )
+        raise _not_ours(f"endpoint {endpoint_name}")
     if found and found.status not in (*_DEAD, "InService"):
         raise ConfigError(f"endpoint {endpoint_name} is {found.status}\nhint: run it again when that is over")
     return found
+
+
+def _not_ours(what: str) -> ConfigError:
+    return ConfigError(f"{what} was not made by kvreuse deploy\nhint: choose another name for the endpoint")
 
 
 def _at_live_count(variant: Variant, live: Endpoint | None) -> Variant:
