@@ -5,23 +5,33 @@ Knows tensors in memory. Knows nothing of files or networks.
 
 from __future__ import annotations
 
-from kvreuse.kv.tiers.base import BadEntry, StorageTier
+from dataclasses import replace
+
+from kvreuse.kv.tiers.base import BadEntry
 from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.booked import BookedTier, Found
 from kvreuse.types import Tier
 
 __all__ = ["HostTier"]
 
 
-class HostTier(StorageTier):
-    """Keeps blocks as they are; nothing is copied."""
+class HostTier(BookedTier):
+    """Keeps blocks as they are. is_pinned: copied to page-locked memory, which a GPU reads faster."""
 
     tier = Tier.HOST
 
-    def __init__(self, *, max_bytes: int) -> None:
+    def __init__(self, *, max_bytes: int, is_pinned: bool = False) -> None:
         super().__init__(max_bytes=max_bytes)
+        self._is_pinned = is_pinned
         self._blocks: dict[bytes, Block] = {}
+        self.open()
+
+    def _open(self) -> list[Found]:
+        return []
 
     def _write(self, block: Block) -> None:
+        if self._is_pinned:
+            block = replace(block, payload=block.payload.pin_memory())
         self._blocks[block.key] = block
 
     def _read(self, key: bytes, token_bytes: bytes) -> Block:
