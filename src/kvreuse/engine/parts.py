@@ -10,6 +10,7 @@ import torch
 
 from kvreuse.cache.store import PrefixCache
 from kvreuse.config import Config
+from kvreuse.config.guards import doubts
 from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import NAME, register
@@ -23,7 +24,7 @@ from kvreuse.engine.tokenizer import Tokenizer
 from kvreuse.engine.waiting import GroupRules
 from kvreuse.errors import ConfigError
 from kvreuse.kv.codec import QUANTISED, BlockCodec
-from kvreuse.kv.layout import KVLayout, num_slots_for
+from kvreuse.kv.layout import KVLayout, free_bytes, num_slots_for
 from kvreuse.kv.pool import KVPool
 from kvreuse.kv.tiers.open import open_tiers
 from kvreuse.kv.tiers.stack import TierStack
@@ -66,7 +67,17 @@ def build(config: Config) -> EngineParts:
     if device.type == "cpu":
         configure_threads(config.num_threads)
     register()
-    return assemble(load_model(config, device=device, attn_implementation=NAME), config)
+    loaded = load_model(config, device=device, attn_implementation=NAME)
+    parts = assemble(loaded, config)
+    for doubt in doubts(
+        config,
+        num_devices=len(parts.pool.layout.devices),
+        num_slots=parts.pool.num_slots,
+        max_model_len=loaded.max_model_len,
+        free_host_bytes=free_bytes(torch.device("cpu")),
+    ):
+        log.warning("%s", doubt)
+    return parts
 
 
 def assemble(loaded: LoadedModel, config: Config) -> EngineParts:

@@ -147,7 +147,7 @@ class Scheduler:
             victim = self._running[-1]
             if victim is sequence and len(self._running) == 1:
                 self.remove(sequence)
-                failed.append((sequence, _pool_is_pinned()))
+                failed.append((sequence, self._out_of_memory(sequence)))
                 return False
             self._preempt(victim)
             if victim is sequence:
@@ -195,7 +195,7 @@ class Scheduler:
             if not self._start(sequence):
                 if not self._running:
                     self.remove(sequence)
-                    failed.append((sequence, _pool_is_pinned()))
+                    failed.append((sequence, self._out_of_memory(sequence)))
                 return
             self._waiting.passed_over(sequence)
             self._waiting.remove(sequence)
@@ -260,8 +260,9 @@ class Scheduler:
         self._running.append(sequence)
         return True
 
-
-def _pool_is_pinned() -> OverloadedError:
-    return OverloadedError(
-        "KV_CACHE_OOM: the KV pool is full of pinned tokens; raise option.kv_cache_memory_ratio or pin less"
-    )
+    def _out_of_memory(self, sequence: Sequence) -> OverloadedError:
+        usage = self._cache.usage()
+        return OverloadedError(
+            f"KV_CACHE_OOM: {len(sequence.token_ids)} tokens need KV, the pool holds {usage.num_slots} and "
+            f"{usage.pinned_slots} of these are pinned; raise option.kv_cache_memory_ratio, pin less or send less"
+        )
