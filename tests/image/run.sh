@@ -27,7 +27,8 @@ END
 }
 
 make_base() {
-  mmdebstrap --quiet --variant=minbase --dpkgopt='path-exclude=/usr/share/man/*' --include=ca-certificates,python3-venv \
+  mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3-venv \
+    --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
     --customize-hook='chroot "$1" python3 -m venv /usr/local' bookworm "$work/base.tar"
   podman import --quiet --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' "$work/base.tar" "$base"
   rm "$work/base.tar"
