@@ -133,6 +133,10 @@ class FakeEngine:
         self.aborted.append(request_id)
         self._inbox.put(lambda: self._mark(request_id))
 
+    def num_resident(self, token_ids: tuple[int, ...], *, scope: Scope) -> int:
+        best = max((_common(token_ids, ids) for ids, seen_scope in self._seen if seen_scope == scope), default=0)
+        return best // BLOCK * BLOCK
+
     def purge(self, *, tenant: str | None = None) -> int:
         kept = [seen for seen in self._seen if tenant is not None and seen[1].tenant != tenant]
         num_dropped, self._seen = len(self._seen) - len(kept), kept

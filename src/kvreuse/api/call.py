@@ -33,10 +33,18 @@ Prompt = str | tuple[int, ...] | Chat | RequestError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """A registered prompt: text, or messages for the model's chat template, with {{name}} where variables go."""
+    """A registered prompt: text, or messages for the model's chat template, with {{name}} where variables go.
+
+    tenant, priority, pin, ttl_s: whose it is when it is warmed, in which order, whether eviction may take it, and for
+    how long it is kept warm (None: always).
+    """
 
     body: str | Sequence[Mapping[str, object]]
     variables: Mapping[str, object] = field(default_factory=dict)
+    tenant: str = ""
+    priority: int = 0
+    pin: bool = False
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

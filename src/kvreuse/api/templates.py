@@ -22,7 +22,7 @@ _PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
 def load_templates(path: Path) -> dict[str, Template]:
-    """Templates by id: a list of objects with `id`, `text` or `messages`, and `variables` (defaults).
+    """Templates by id: a list of objects with `id`, `text` or `messages`, `variables` (defaults), and how to warm them.
 
     YAML, of which JSON is a part. Raises ConfigError in one sentence.
     """
@@ -45,14 +45,22 @@ def load_templates(path: Path) -> dict[str, Template]:
 
 
 def _template(fields: Fields) -> tuple[str, Template]:
-    fields.refuse_unknown(("id", "text", "messages", "variables"))
+    fields.refuse_unknown(("id", "text", "messages", "variables", "tenant", "priority", "pin", "ttl_s"))
     name = check_text(fields.values.get("id"), param=fields.param("id"))
     text, messages = fields.values.get("text"), fields.values.get("messages")
     if (text is None) == (messages is None):
         raise fields.error("text", "given, or else messages")
     body = read_messages(messages) if text is None else check_text(text, param=fields.param("text"))
     variables = fields.mapping("variables")
-    return name, Template(body=body, variables={key: _said(key, value) for key, value in variables.items()})
+    has_ttl = fields.values.get("ttl_s") is not None
+    return name, Template(
+        body=body,
+        variables={key: _said(key, value) for key, value in variables.items()},
+        tenant=check_text(fields.values.get("tenant", ""), param=fields.param("tenant")),
+        priority=fields.integer("priority", default=0, low=-1000, high=1000),
+        pin=fields.flag("pin", default=False),
+        ttl_s=fields.number("ttl_s", default=0, low=1, high=10**9) if has_ttl else None,
+    )
 
 
 def fill(name: object, variables: Mapping[str, object], *, rules: Rules) -> Prompt:

@@ -190,6 +190,12 @@ class Config:
         kinds.optional(kinds.text("a file")),
         "YAML or JSON file of prompt templates that requests may name; auto is none",
     )
+    warmup_budget_s: float = option(
+        120, kinds.number(0, _DAY_S), "Longest time that templates may take before the first request", unit="seconds"
+    )
+    warmup_interval_s: float = option(
+        30, kinds.number(1, _DAY_S), "Time between looks for templates that were evicted", unit="seconds"
+    )
     tenant_mode: str = option(
         "off",
         kinds.choice("off", "header", "required"),

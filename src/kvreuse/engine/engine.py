@@ -23,7 +23,7 @@ from kvreuse.engine.sampler import sample
 from kvreuse.engine.scheduler import Scheduled
 from kvreuse.engine.sequence import Answers, Sequence, check_request
 from kvreuse.errors import EngineDeadError, InternalError, KVReuseError, OverloadedError, RequestError
-from kvreuse.types import Delta, Done, Event, Failed, FinishReason, OnEvent, Request, TokenLogprob
+from kvreuse.types import Delta, Done, Event, Failed, FinishReason, OnEvent, Request, Scope, TokenLogprob
 
 __all__ = ["Engine"]
 
@@ -97,6 +97,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request early: it gets Done with what it has. Unknown ids are ignored."""
         self._inbox.put(lambda: self._abort(request_id))
+
+    def num_resident(self, token_ids: tuple[int, ...], *, scope: Scope) -> int:
+        """How many leading tokens of these are in the pool now, in whole blocks."""
+        return self._parts.cache.peek((*token_ids, 0), scope=scope)
 
     def purge(self, *, tenant: str | None = None) -> int:
         """Drop the cached blocks of one tenant, or all; those in use leave when they are released. Returns blocks."""

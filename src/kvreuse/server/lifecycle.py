@@ -126,6 +126,9 @@ class _Server(uvicorn.Server):
             toolkit = Toolkit(entry_point=config.entry_point, model_dir=model_dir)
             toolkit.load()
             self._service = handler.process.service
+            if self._service is not None:
+                self._service.warm_up.run(budget_s=config.warmup_budget_s)
+                self._service.warm_up.keep(interval_s=config.warmup_interval_s)
             host.ready(toolkit, self._service)
             self._on_ready()
             _LOG.info("ready")

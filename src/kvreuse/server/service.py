@@ -25,6 +25,7 @@ from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.server.answer import Answer
 from kvreuse.server.callers import Caller, Tenancy
 from kvreuse.server.sessions import CLOSE, OPEN, Sessions
+from kvreuse.server.warmup import WarmUp
 from kvreuse.telemetry.request_log import RequestLog
 from kvreuse.telemetry.stats import Stats
 from kvreuse.types import Done, Request, SamplingParams, Scope
@@ -143,6 +144,11 @@ class Service:
                     a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
                 )
         return found
+
+    @cached_property
+    def warm_up(self) -> WarmUp:
+        """Keeps the registered templates in the store."""
+        return WarmUp(self.engine, self._rules.templates, self.prefixes, tenancy=self.tenancy)
 
     def purge(self, headers: Mapping[str, str]) -> int:
         """Drop what is cached of the tenant that `headers` name, or everything; returns blocks. Sessions close."""

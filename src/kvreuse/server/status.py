@@ -78,6 +78,7 @@ class StatusPage:
             **_totals(stats),
             "ttft": {cache: _times(stats, "ttft_s", (cache,)) for cache in ("hit", "miss")},
             "tiers": _tiers(gauges, outline),
+            "templates": service.warm_up.states() if service else [],
             "tree": _tree(outline, int(gauges.get("bytes_per_token", 0))),
         }
 
