@@ -14,7 +14,7 @@ from kvreuse.telemetry.emf import emf_record
 from kvreuse.telemetry.publisher import Publisher, Sink
 from kvreuse.telemetry.request_log import RequestLog
 from kvreuse.telemetry.stats import Stats
-from kvreuse.telemetry.tracing import make_tracer
+from kvreuse.telemetry.tracing import Tracer
 
 __all__ = ["make_publisher", "make_request_log"]
 
@@ -36,7 +36,7 @@ def make_publisher(config: Config, stats: Stats, gauges: Callable[[], Mapping[st
 def make_request_log(config: Config) -> RequestLog:
     """The log on stdout, with a trace of every record where a collector is named. Raises ConfigError."""
     endpoint = config.otel_endpoint
-    tracer = None if endpoint is None else make_tracer(endpoint, resource=_dimensions(config))
+    tracer = None if endpoint is None else Tracer(endpoint, resource=_dimensions(config))
     return RequestLog(sys.stdout, on_record=tracer)
 
 

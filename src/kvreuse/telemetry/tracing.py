@@ -5,14 +5,14 @@ Knows times of records. Knows nothing of how they were taken; the exporter's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvreuse.errors import ConfigError
 
-__all__ = ["make_tracer", "spans"]
+__all__ = ["Tracer", "spans"]
 
-_EXPORT_TIMEOUT_S = 3
+_EXPORT_TIMEOUT_S = 1  # four batches may wait at the end, with SIGKILL to come
 _TIMES = {"time", "event"}
 
 
@@ -34,31 +34,35 @@ def spans(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return {name: (int(a * 1e9), int(b * 1e9)) for name, (a, b) in found.items()}
 
 
-def make_tracer(endpoint: str, *, resource: Mapping[str, str]) -> Callable[[Mapping[str, Any]], None]:
-    """What takes the log record of each request. Raises ConfigError when OpenTelemetry is not installed."""
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
-        raise ConfigError(
-            "option.otel_endpoint needs OpenTelemetry, which is not installed\nhint: pip install 'kvreuse[otel]'"
-        ) from None
-    provider = TracerProvider(resource=Resource.create({"service.name": "kvreuse", **resource}))
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return lambda record: _trace(provider.get_tracer("kvreuse"), record)
+class Tracer:
+    """Takes the log record of each request. What is not sent yet at the end of the process is sent then, or by `close`.
 
+    Raises ConfigError when OpenTelemetry is not installed.
+    """
 
-def _trace(tracer: Any, record: Mapping[str, Any]) -> None:
-    from opentelemetry.trace import set_span_in_context
+    def __init__(self, endpoint: str, *, resource: Mapping[str, str]) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError:
+            raise ConfigError(
+                "option.otel_endpoint needs OpenTelemetry, which is not installed\nhint: pip install 'kvreuse[otel]'"
+            ) from None
+        provider = TracerProvider(resource=Resource.create({"service.name": "kvreuse", **resource}))
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+        self.close = provider.shutdown
+        self._tracer = provider.get_tracer("kvreuse")
+        self._inside = trace.set_span_in_context
 
-    times = spans(record)
-    begin, end = times.pop("request")
-    facts = {f"kvreuse.{name}": value for name, value in record.items() if value is not None and name not in _TIMES}
-    root = tracer.start_span("request", start_time=begin, attributes=facts)
-    inside = set_span_in_context(root)
-    for name, (start, stop) in times.items():
-        tracer.start_span(name, context=inside, start_time=start).end(stop)
-    root.end(end)
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        times = spans(record)
+        begin, end = times.pop("request")
+        facts = {f"kvreuse.{name}": value for name, value in record.items() if value is not None and name not in _TIMES}
+        root = self._tracer.start_span("request", start_time=begin, attributes=facts)
+        for name, (start, stop) in times.items():
+            self._tracer.start_span(name, context=self._inside(root), start_time=start).end(stop)
+        root.end(end)
