@@ -377,3 +377,18 @@ def test_going_back_to_what_was_there_before_makes_nothing_anew() -> None:
     second = after(plan(first, options={"max_batch_size": 4}))
     both = replace(second, models=first.models | second.models, configs=first.configs | second.configs)
     assert operations(plan(both)) == ["UpdateEndpoint"]
+
+
+@pytest.mark.parametrize("status", ["Failed", "OutOfService"])
+def test_an_endpoint_that_can_only_be_deleted_goes_before_it_is_made_again(status: str) -> None:
+    observed = after(plan(max_instance_count=2))
+    assert observed.endpoint is not None
+    dead = replace(observed, endpoint=observed.endpoint._replace(status=status))
+    order = ["DeregisterScalableTarget", "DeleteEndpoint", "CreateEndpoint", "RegisterScalableTarget"]
+    assert operations(plan(dead, max_instance_count=2)) == [*order, "PutScalingPolicy"]
+
+
+def test_a_name_that_is_cut_at_a_dash_still_makes_valid_names() -> None:
+    calls = plan(endpoint_name="n" * 46 + "-" + "n" * 16)
+    assert "--" not in one(calls, "CreateModel")["ModelName"]
+    assert [fault for sent in calls for fault in limit_faults(sent)] == []
