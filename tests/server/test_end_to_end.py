@@ -112,6 +112,29 @@ def test_the_official_client_chats(container: Container) -> None:
     assert all(token.logprob <= 0 for token in logprobs.content)
 
 
+def test_an_answer_that_must_be_json_is(container: Container) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    messages = [{"role": "user", "content": "Name the capital of France."}]
+    answer = container.post({"messages": messages, "response_format": wanted, "max_tokens": 60}).json()
+    assert json.loads(answer["choices"][0]["message"]["content"])["city"] in ("Paris", "Rome")
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
+    refused = container.post({"messages": messages, "response_format": wanted})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+
+
+def test_a_session_keeps_its_prefix_and_closes(container: Container) -> None:
+    session_id = "X-Amzn-SageMaker-Session-Id"
+    body = {"inputs": "A session's own letter. " * 20, "parameters": {"max_new_tokens": 2}}
+    opened = httpx.post(f"{container.url}/invocations", json=body, headers={session_id: "NEW_SESSION"}, timeout=60)
+    session = opened.headers["X-Amzn-SageMaker-New-Session-Id"].partition(";")[0]
+    pinned = "kvreuse_kv_pinned_slots"
+    assert f"\n{pinned} 0.0\n" not in httpx.get(f"{container.url}/metrics").text
+    closed = httpx.post(f"{container.url}/invocations", json={"requestType": "CLOSE"}, headers={session_id: session})
+    assert closed.headers["X-Amzn-SageMaker-Closed-Session-Id"] == session
+    assert f"\n{pinned} 0.0\n" in httpx.get(f"{container.url}/metrics").text
+
+
 def test_odd_requests_leave_a_canary_unchanged_and_ping_alive(container: Container) -> None:
     before = container.post(CANARY).json()
     odd: list[Any] = [

@@ -160,17 +160,12 @@ class Answer:
     def _merged(self, batch: Sequence[tuple[int, Event]]) -> Iterator[bytes]:
         """One chunk for all that came at once, also when a fault ends it."""
         chunks: list[bytes] = []
-        fault: KVReuseError | None = None
-        for number, event in batch:
-            try:
+        try:
+            for number, event in batch:
                 chunks.extend(self._feed(number, event))
-            except KVReuseError as error:
-                fault = error
-                break
-        if chunks:
-            yield b"".join(chunks)
-        if fault is not None:
-            raise fault
+        finally:
+            if chunks:
+                yield b"".join(chunks)
 
     def _tail(self) -> Iterator[bytes]:
         results = self.results
