@@ -392,3 +392,37 @@ def test_a_name_that_is_cut_at_a_dash_still_makes_valid_names() -> None:
     calls = plan(endpoint_name="n" * 46 + "-" + "n" * 16)
     assert "--" not in one(calls, "CreateModel")["ModelName"]
     assert [fault for sent in calls for fault in limit_faults(sent)] == []
+
+
+OTHERS: dict[str, Any] = {
+    "endpoint_name": "toy",
+    "instance_type": CPU,
+    "initial_instance_count": 3,
+    "max_instance_count": 5,
+    "autoscaling_metric": "gpu",
+    "autoscaling_target": 7.0,
+    "scale_out_cooldown_s": 17,
+    "scale_in_cooldown_s": 17,
+    "inference_ami_version": "al2-ami-sagemaker-inference-gpu-3-1",
+    "volume_size_gb": 17,
+    "startup_timeout_s": 77,
+    "download_timeout_s": 77,
+    "prefix_length_bytes": 1717,
+    "prefix_concurrency": 17,
+    "bake_s": 17,
+    "hit_rate_alarm": 0.17,
+    "alarm_topic": "arn:aws:sns:eu-west-1:123456789012:alarms",
+    "canary": Canary(weight=0.17),
+}
+
+
+@pytest.mark.parametrize("setting", Hosting.__dataclass_fields__)
+def test_every_setting_reaches_aws(setting: str) -> None:
+    base = {"initial_instance_count": 2, "max_instance_count": 4}
+    found = []
+    for settings in (base, base | {setting: OTHERS[setting]}):
+        before = after(plan(**settings))
+        found.append((plan(**settings), plan(before, options={"max_batch_size": 4}, **settings)))
+    assert found[0] != found[1]
+    if setting in ("prefix_concurrency", "prefix_length_bytes", "alarm_topic", "inference_ami_version"):
+        assert str(OTHERS[setting]) in str(found[1])
