@@ -28,7 +28,8 @@ from kvreuse.types import CacheFacts, MissReason, Tier
 
 HIT = CacheFacts(prompt_tokens=100, cached_tokens=90, tier=Tier.DEVICE, lookup_ms=1, queue_ms=2, ttft_ms=20)
 MISS = CacheFacts(prompt_tokens=100, miss_reason=MissReason.COLD, lookup_ms=1, queue_ms=0, ttft_ms=200)
-GAUGES = {"running": 3.0, "waiting": 1.0, "up": 1.0, "store_num_slots": 100.0, "store_free_slots": 5.0}
+GAUGES = {"running": 3.0, "waiting": 1.0, "up": 1.0, "store_num_slots": 100.0, "store_free_slots": 5.0,
+          "store_num_oom": 0.0}  # fmt: skip
 NAMED: dict[str, Any] = {"namespace": "kvreuse", "dimensions": {"EndpointName": "e", "VariantName": "v"}}
 
 
@@ -123,13 +124,12 @@ def test_engine_counters_become_rates_and_differences() -> None:
 
 def test_transfers_and_audits_are_published_where_they_happen() -> None:
     collected = Collected()
-    collected.stats.record_transfer(Tier.DISK, duration_s=0.5)
-    collected.stats.record_audit(is_equal=True)
+    assert "KV_AUDITS" not in collected.publish()
+    collected.stats.record_transfer(Tier.DISK, 0.5)
+    collected.gauges |= {"audits": 3, "audit_mismatches": 1}
     window = collected.publish()
     assert list(window["KV_TRANSFER_MS"].values) == [pytest.approx(500, rel=0.026)]
-    assert (value(window, "KV_AUDITS"), value(window, "KV_AUDIT_MISMATCHES")) == (1, 0)
-    collected.stats.record_audit(is_equal=False)
-    assert value(collected.publish(), "KV_AUDIT_MISMATCHES") == 1
+    assert (value(window, "KV_AUDITS"), value(window, "KV_AUDIT_MISMATCHES")) == (3, 1)
 
 
 # --- the limits of CloudWatch

@@ -23,6 +23,7 @@ from kvreuse.engine.sampler import sample
 from kvreuse.engine.scheduler import Scheduled
 from kvreuse.engine.sequence import Answers, Sequence, check_request
 from kvreuse.errors import EngineDeadError, InternalError, KVReuseError, OverloadedError, RequestError
+from kvreuse.telemetry.stats import Stats
 from kvreuse.types import Delta, Done, Event, Failed, FinishReason, OnEvent, Request, Scope, TokenLogprob
 
 __all__ = ["Engine"]
@@ -64,9 +65,12 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def load(cls, config: Config, *, stats: Any = None) -> Engine:
+    def load(cls, config: Config, *, stats: Stats | None = None) -> Engine:
         """Load the model and start. Raises ConfigError when the model or the configuration is refused."""
-        return cls(build(config))
+        parts = build(config)
+        if stats is not None and parts.lower is not None:
+            parts.lower.stack.costs.on_load = stats.record_transfer
+        return cls(parts)
 
     # -- the door: any thread ---------------------------------------------------------------------
 

@@ -62,8 +62,9 @@ METRICS = (
     MetricSpec("kvreuse_request_duration_seconds", "histogram", "duration_s", "From arrival to the last token"),
     MetricSpec("kvreuse_queue_time_seconds", "histogram", "queue_s", "From arrival to the first step"),
     MetricSpec("kvreuse_lookup_time_seconds", "histogram", "lookup_s", "Time to match the prompt with the store"),
-    MetricSpec("kvreuse_transfer_time_seconds", "histogram", "transfer_s", "Moves from or to a slower tier", ("tier",)),
-    MetricSpec("kvreuse_audits_total", "counter", "audits", "Answers compared with reuse off", ("result",)),
+    MetricSpec(
+        "kvreuse_transfer_time_seconds", "histogram", "transfer_s", "Loads of blocks from a slower tier", ("tier",)
+    ),
     MetricSpec("kvreuse_dropped_metrics_total", "counter", "dropped_metrics", "Metrics that no publisher could send"),
     _gauge("kvreuse_up", "up", "1 when the container can serve"),
     _gauge("kvreuse_running_requests", "running", "Sequences in the running batch"),
@@ -71,6 +72,8 @@ METRICS = (
     _total("kvreuse_steps_total", "steps", "Forward passes"),
     _total("kvreuse_preemptions_total", "preempted", "Sequences put back because KV memory was short"),
     _total("kvreuse_prefilled_tokens_total", "prefilled_tokens", "Prompt tokens computed, not served from the store"),
+    _total("kvreuse_audits_total", "audits", "Hits computed again without reuse and compared"),
+    _total("kvreuse_audit_mismatches_total", "audit_mismatches", "Of these, hits that differed"),
     _gauge("kvreuse_kv_slots", "store_num_slots", "Places for one token's KV"),
     _gauge("kvreuse_kv_node_slots", "store_node_slots", "Slots that hold shared prefixes"),
     _gauge("kvreuse_kv_private_slots", "store_private_slots", "Slots that belong to one running sequence"),

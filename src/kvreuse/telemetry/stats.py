@@ -132,15 +132,10 @@ class Stats:
         with self._lock:
             self._count("responses", (route, str(status)))
 
-    def record_transfer(self, tier: Tier, *, duration_s: float) -> None:
-        """Count one move of cached blocks from or to a slower tier."""
+    def record_transfer(self, tier: Tier, duration_s: float) -> None:
+        """Count one load of cached blocks from a slower tier."""
         with self._lock:
             self._observe("transfer_s", (tier.value,), duration_s)
-
-    def record_audit(self, *, is_equal: bool) -> None:
-        """Count one answer that was computed again without reuse and compared."""
-        with self._lock:
-            self._count("audits", ("equal" if is_equal else "different",))
 
     def record_dropped(self, num_metrics: int) -> None:
         """Count what could not be published."""

@@ -5,6 +5,8 @@ Knows milliseconds. Knows nothing of what is loaded or computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvreuse.types import Tier
 
 __all__ = ["Costs"]
@@ -16,9 +18,13 @@ _FIRST_PREFILL_MS = 1.0
 
 
 class Costs:
-    """Exponentially weighted means of milliseconds per block loaded and per token computed."""
+    """Exponentially weighted means of milliseconds per block loaded and per token computed.
+
+    on_load: is told of every fetch that brought something, from where and how long it took in seconds.
+    """
 
     def __init__(self) -> None:
+        self.on_load: Callable[[Tier, float], None] | None = None
         self._load_ms: dict[Tier, float] = dict(_FIRST_LOAD_MS)
         self._prefill_ms = _FIRST_PREFILL_MS
         self._has_prefill = False
@@ -27,6 +33,8 @@ class Costs:
         """A fetch from `tier` brought so many blocks; one that brought none says nothing."""
         if num_blocks:
             self._load_ms[tier] += _WEIGHT * (took_ms / num_blocks - self._load_ms[tier])
+            if self.on_load is not None:
+                self.on_load(tier, took_ms / 1e3)
 
     def computed(self, *, num_tokens: int, took_ms: float) -> None:
         """A step of prefill computed so many tokens."""

@@ -36,6 +36,9 @@ function chart(id, lines, { top, format, label, from = "", to = "" }) {
       path += (isDrawing ? "L" : "M") + place(point).map((v) => v.toFixed(1)).join(" ") + (isDrawing ? "" : "h0.1");
       isDrawing = true;
     }
+    // A point that has no neighbours would not be seen as a line.
+    if (points.length < 50) shapes.push(...points.filter((point) => point[1] != null).map(place).map(
+      ([cx, cy]) => node("circle", { cx, cy, r: 3, fill: color })));
     shapes.push(node("path", { d: path, fill: "none", stroke: color, "stroke-width": 2.5, "stroke-linecap": "round",
       "stroke-dasharray": dash }));
   }
