@@ -49,6 +49,12 @@ def test_do_sample_true_samples_at_temperature_1() -> None:
     assert hf(do_sample=True).temperature == 1
 
 
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    assert hf(max_new_tokens=7.0, top_k=9.0) == hf(max_new_tokens=7, top_k=9)
+    assert refusal(sagemaker.parse, {"inputs": "a", "parameters": {"max_new_tokens": 7.5}}).status == 400
+    assert refusal(sagemaker.parse, {"inputs": "a", "parameters": {"max_new_tokens": 1e300}}).status == 400
+
+
 def test_every_parameter_arrives_where_it_belongs() -> None:
     values: dict[str, Any] = {
         **{"max_new_tokens": 7, "temperature": 0.5, "top_k": 9, "top_p": 0.25, "typical_p": 0.75, "min_p": 0.125},

@@ -90,6 +90,8 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON knows one kind of number, and some clients write 64.0
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.error(name, f"an integer from {low} to {high}")
         return value
