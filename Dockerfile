@@ -7,7 +7,7 @@ FROM public.ecr.aws/docker/library/python:3.11-slim-bookworm@sha256:0a310eeecf4e
 # that the same files come of the same sources.
 FROM base AS code
 COPY src/kvreuse /opt/kvreuse/kvreuse
-COPY LICENSE container/serve container/inference.py container/model.py /opt/kvreuse/
+COPY LICENSE container/serve container/inference.py /opt/kvreuse/
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/kvreuse
 
 FROM base

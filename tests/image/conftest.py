@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=256, max_position_embeddings=4096, eos_token_id=None, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for path in (folder, *folder.parents[:2]):
+    for path in (folder, *folder.parents[:2], *folder.iterdir()):
         path.chmod(0o755)
     return folder
 
