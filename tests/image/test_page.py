@@ -15,9 +15,9 @@ from image.test_pages import blocks
 # The engine under the name that the page uses.
 DOCKER = f"""#!{sys.executable}
 import os, sys
-own = {{"run": ["run", "--no-healthcheck"], "-p": ["--network", "host"], "kvreuse": ["{IMAGE}"], "--gpus": [], "all": [], "8080:8080": []}}
-words = [new for word in sys.argv[1:] for new in own.get(word, [word])]
-os.execvp("{ENGINE}", ["{ENGINE}", *words])
+own = {{"run": ["run", "--no-healthcheck"], "kvreuse": ["{IMAGE}"], "-p": ["--network", "host"]}}
+own |= {{word: [] for word in ("8080:8080", "--gpus", "all")}}
+os.execvp("{ENGINE}", ["{ENGINE}", *(new for word in sys.argv[1:] for new in own.get(word, [word]))])
 """
 
 
