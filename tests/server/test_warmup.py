@@ -86,11 +86,17 @@ def test_a_pinned_template_is_pinned_once_and_let_go_when_its_time_is_over(make_
     assert site.engine.pins.held == []
 
 
-def test_a_template_is_warmed_for_its_tenant_only(make_site):
-    tenancy = Tenancy(mode="header")
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [("X-KVReuse-Tenant", "acme"), ("X-Amzn-SageMaker-Custom-Attributes", "tenant=acme")],
+)
+def test_a_template_is_warmed_for_its_tenant_only(make_site, header, value):
+    tenancy = Tenancy(mode="header", header=header, secret="s")
     site = _site(make_site, {"one": Template(body=LONG + "{{q}}", tenant="acme")}, tenancy=tenancy)
     site.service.warm_up.run(budget_s=30)
-    assert [request.scope.tenant for request in site.engine.submitted] == ["acme"]
+    asked = tenancy.caller({header: value}).scope
+    assert asked.tenant not in ("", "acme")
+    assert [request.scope for request in site.engine.submitted] == [asked]
 
 
 def test_the_states_are_part_of_the_status(make_site):

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvreuse.api.call import Template
+from kvreuse.api.facts import CUSTOM_ATTRIBUTES
 from kvreuse.errors import KVReuseError
 from kvreuse.server.callers import Tenancy
 from kvreuse.types import Done, Event, Failed, Request, SamplingParams, Scope
@@ -144,5 +145,7 @@ class WarmUp:
 
 
 def _scope(tenancy: Tenancy, template: Template) -> Scope:
-    named = {tenancy.header: template.tenant} if template.tenant else {}
+    is_attribute = tenancy.header.lower() == CUSTOM_ATTRIBUTES.lower()
+    value = f"tenant={template.tenant}" if is_attribute else template.tenant
+    named = {tenancy.header: value} if template.tenant else {}
     return tenancy.caller(named, is_admin=True).scope
