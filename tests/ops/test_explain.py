@@ -76,6 +76,13 @@ def test_a_heavy_index_and_a_frequent_reason_are_told() -> None:
     assert [tale.split(":")[0] for tale in tales] == ["looking up takes 30% of the time", "evicted in 50% of requests"]
 
 
+def test_prompts_that_part_after_what_they_share_are_no_fault() -> None:
+    late, early = (line(miss_reason="diverged", diverged_at=place) for place in (96, 7))
+    assert explain([late] * 10)["tell_tales"] == []
+    (tale,) = explain([early] * 10)["tell_tales"]
+    assert tale.startswith("diverged in 100% of requests: they part in their first half")
+
+
 def test_a_sound_log_tells_nothing_out_of_the_ordinary() -> None:
     assert explain([line() for _ in range(10)])["tell_tales"] == []
 

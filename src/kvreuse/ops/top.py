@@ -78,8 +78,8 @@ def frame(now: Numbers, rates: Sequence[float], *, columns: int, lines: int, has
         f"running {now['running']:.0f}  waiting {now['waiting']:.0f}  requests {now['requests']:.0f}  "
         f"failures {now['failures']:.0f}",
         f"hit rate  {total:.1%} since start  {f'{rates[-1]:.1%} now' if rates else ''}  {sparks}",
-        f"TTFT p50 / p99  hit {_times(now['ttft']['hit'])}  miss {_times(now['ttft']['miss'])}  "
-        f"saved {now['saved_s']:.1f} s of prefill",
+        f"TTFT p50 / p99  hit {_times(now['ttft']['hit'])}  miss {_times(now['ttft']['miss'])}",
+        f"prefill saved  {now['saved_s']:,.1f} s",
         "misses  " + (", ".join(f"{reason} {count:.0f}" for reason, count in misses) or "none"),
     ]
     out = [line[:columns] for line in out]
@@ -115,7 +115,7 @@ def _strip(tier: Numbers, columns: int, *, has_colour: bool) -> str:
 
 
 def _tree(nodes: Sequence[Numbers]) -> Iterator[str]:
-    yield f"{'prefix':<28}{'tokens':>8}{'from':>8}{'hits':>7}{'size':>13}{'idle':>9}  tier"
+    yield f"{'prefix':<24}{'tokens':>8}{'from':>8}{'hits':>7}{'size':>13}{'idle':>9}  tier"
     below: dict[str, list[Numbers]] = {}
     for node in nodes:
         below.setdefault(node["parent"], []).append(node)
@@ -124,7 +124,7 @@ def _tree(nodes: Sequence[Numbers]) -> Iterator[str]:
         node, depth = todo.pop()
         name = "  " * min(depth, 6) + (node["name"] or node["id"]) + (" *" if node["is_pinned"] else "")
         yield (
-            f"{name[:27]:<28}{node['num_tokens']:>8,}{node['depth']:>8,}{node['uses']:>7.1f}"
+            f"{name[:23]:<24}{node['num_tokens']:>8,}{node['depth']:>8,}{node['uses']:>7.1f}"
             f"{_size(node['num_bytes']):>13}{node['idle_s']:>7.0f} s  {node['tier']}"
         )
         todo += [(child, depth + 1) for child in reversed(below.get(node["id"], []))]

@@ -19,7 +19,7 @@ _MAX_POSITIONS = 5
 _ADVICE = {
     "cold": "first sight of a prefix: warm templates up, use fewer and larger instances, route by prefix",
     "below_min": "prompts shorter than a block: lower option.kv_cache_block_size",
-    "diverged": "something varies early in the prompt: move dates, ids and user text to its end",
+    "diverged": "they part in their first half: move dates, ids and user text to the end of the prompt",
     "evicted": "the pool is too small for what is hot: raise option.kv_cache_memory_ratio or add a tier",
     "expired": "reused later than option.kv_cache_ttl_s allows: raise it",
     "scope": "the same prompts under several models, adapters or tenants, which never share",
@@ -131,7 +131,13 @@ def _tell_tales(found: Mapping[str, Any], timed: Sequence[Record]) -> list[str]:
             f"looking up takes {found['lookup_share']:.0%} of the time: the index is too heavy; "
             "raise option.kv_cache_block_size, or the CPU is short"
         )
-    for reason, count in found["misses"].items():
+    for reason, count in Counter(record["miss_reason"] for record in timed if _is_telling(record)).most_common():
         if count > OFTEN * len(timed) and reason in _ADVICE:
             out.append(f"{reason} in {count / len(timed):.0%} of requests: {_ADVICE[reason]}")
     return out
+
+
+def _is_telling(record: Record) -> bool:
+    """Every prompt with text of its own parts from the others somewhere: only in its first half it is a fault."""
+    place = record.get("diverged_at")
+    return bool(record.get("miss_reason")) and (place is None or place < record["prompt_tokens"] / 2)
