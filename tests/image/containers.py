@@ -73,6 +73,13 @@ class Container:
             assert found or self.is_running, self.logs()
         raise AssertionError(f"/ping never answered {status}: {self.logs()}")
 
+    def wait_for_log(self, text: str) -> None:
+        deadline = time.monotonic() + START_S
+        while text not in self.logs():
+            assert self.is_running, self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
     @property
     def is_running(self) -> bool:
         return engine("inspect", "-f", "{{.State.Running}}", self.name) == "true"

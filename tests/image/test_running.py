@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image.containers import Container, engine, run, started
+from image.containers import IMAGE, Container, engine, run, started
 from image.test_requirements import write_wheel
 from shim import ENDPOINT, runtime, runtime_client
 
@@ -138,9 +138,11 @@ def test_a_folder_without_a_model_ends_it_with_one_sentence(tmp_path: Path) -> N
         assert container.logs().splitlines()[-1].startswith("kvreuse: error: /opt/ml/model holds no config.json")
 
 
-def test_the_healthcheck_says_whether_it_serves(model: Path) -> None:
+def test_the_healthcheck_asks_the_port_that_is_served(model: Path) -> None:
+    [facts] = json.loads(engine("image", "inspect", IMAGE))
+    word, *check = facts["Config"]["Healthcheck"]["Test"]
+    assert word == "CMD"
     with started(model, *ALONE, OPTION_PORT=9000) as container:
-        [check] = json.loads(engine("inspect", "-f", "[{{json .Config.Healthcheck.Test}}]", container.name))
-        while run("exec", container.name, *check[1:]).returncode != 0:
-            assert container.is_running, container.logs()
+        container.wait_for_log("lifecycle: ready")
+        assert run("exec", container.name, *check).returncode == 0
         assert container.call("/ping")[0] == 0  # nothing on the usual port
