@@ -90,7 +90,7 @@ class BookedTier(StorageTier):
             return False
         if self._has_stuck:
             self._has_stuck = False
-            self._remove_all(self._claim(lambda key, entry: entry.state is _State.STUCK))
+            self._drop(lambda key, entry: entry.state is _State.STUCK)
         with self._lock:
             known = self._entries.get(block.key)
             if known is not None:
@@ -128,12 +128,10 @@ class BookedTier(StorageTier):
         return run
 
     def discard(self, key: bytes) -> None:
-        self._remove_all(self._claim(lambda k, entry: k == key))
+        self._drop(lambda k, entry: k == key)
 
     def purge(self, tenant: str | None) -> int:
-        claimed = self._claim(lambda key, entry: tenant is None or entry.tenant == tenant)
-        self._remove_all(claimed)
-        return len(claimed)
+        return self._drop(lambda key, entry: tenant is None or entry.tenant == tenant)
 
     def usage(self) -> TierUsage:
         with self._lock:
@@ -164,7 +162,8 @@ class BookedTier(StorageTier):
                     self._entries[item.key] = _Entry(item.num_bytes, item.tenant, _State.READY)
                 self._num_bytes = sum(entry.num_bytes for entry in self._entries.values())
                 too_much = self._claim_victims(self._num_bytes - self.max_bytes)
-            self._remove_all(too_much)
+            for key, entry in too_much:
+                self._remove(key, entry)
             self._is_open = self._num_bytes <= self.max_bytes
             return self._is_open
         finally:
@@ -225,19 +224,16 @@ class BookedTier(StorageTier):
             entry.state = _State.LEAVING
         return victims
 
-    def _claim(self, is_meant: Callable[[bytes, _Entry], bool]) -> list[tuple[bytes, _Entry]]:
-        """What is meant and not leaving already, hidden from now on."""
+    def _drop(self, is_meant: Callable[[bytes, _Entry], bool]) -> int:
+        """Remove what is meant and not leaving already; what is being written its writer removes."""
         with self._lock:
-            meant = [(key, entry) for key, entry in self._entries.items() if is_meant(key, entry)]
-            claimed = [(key, entry) for key, entry in meant if entry.state in _CLAIMABLE]
-            for _, entry in claimed:
+            meant = [item for item in self._entries.items() if item[1].state in _CLAIMABLE and is_meant(*item)]
+            ours = [(key, entry) for key, entry in meant if entry.state is not _State.WRITING]
+            for _, entry in meant:
                 entry.state = _State.UNWANTED if entry.state is _State.WRITING else _State.LEAVING
-        return claimed
-
-    def _remove_all(self, claimed: Iterable[tuple[bytes, _Entry]]) -> None:
-        for key, entry in claimed:
-            if entry.state is _State.LEAVING:
-                self._remove(key, entry)
+        for key, entry in ours:
+            self._remove(key, entry)
+        return len(meant)
 
     def _remove(self, key: bytes, entry: _Entry) -> None:
         """Delete what is hidden already; its bytes count until it is gone."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from valkey import Valkey
 from valkey.backoff import NoBackoff
@@ -17,8 +17,9 @@ from valkey.exceptions import ConnectionError as ValkeyConnectionError
 from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
-from kvreuse.kv.tiers.base import FAULT, StorageTier, TierUsage
+from kvreuse.kv.tiers.base import FAULT, Fault, StorageTier, TierUsage
 from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.deadline import Deadline
 from kvreuse.kv.tiers.entry import Header, block_of, entry_size, view_of
 from kvreuse.types import Tier
 
@@ -28,7 +29,9 @@ __all__ = ["SCHEMES", "RedisTier"]
 SCHEMES = {"valkey": "valkey", "redis": "valkey", "valkeys": "valkeys", "rediss": "valkeys"}
 _OVERHEAD_BYTES = 512  # of an entry's names and places in the server's memory
 _KEYS_AT_ONCE = 16
+_NUM_CONNECTIONS = 4
 _USAGE_TTL_S = 5.0
+T = TypeVar("T")
 
 # KEYS: last use, entries, tenants, sums. ARGV[1]: what every value's name begins with.
 _FORGET = """
@@ -48,7 +51,8 @@ end
 _PUT = """
 local name, bytes, limit, evicted = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), 0
 if bytes > limit then return {0, 0} end
-forget(name)
+-- Only where there is something: a server that is out of memory refuses a script by its first write.
+if redis.call('HEXISTS', KEYS[2], name) == 1 then forget(name) end
 while tonumber(redis.call('HGET', KEYS[4], 'bytes') or 0) + bytes > limit do
   local oldest = redis.call('ZRANGE', KEYS[1], 0, 0)[1]
   if not oldest then return {0, evicted} end
@@ -107,6 +111,7 @@ class RedisTier(StorageTier):
             # A connection that the server closed while it was idle is no fault; a timeout is.
             retry=Retry(NoBackoff(), 1, supported_errors=(ValkeyConnectionError,)),
         )
+        self._deadline = Deadline(timeout_s, num_threads=_NUM_CONNECTIONS)
         self._namespace = bytes.fromhex(namespace)
         self._prefix = f"kvreuse:{{{namespace}}}:"  # in braces: all in one slot of a cluster
         self._books = [self._prefix + name for name in ("used", "entries", "tenants", "sums")]
@@ -117,13 +122,13 @@ class RedisTier(StorageTier):
         self._known_until_s = 0.0
 
     def put(self, block: Block, *, on_evict: Callable[[Block], None] | None = None) -> bool:
-        reply = self._try(lambda: self._stored(block)) if self.is_healthy else FAULT
+        reply = self._ask(lambda: self._stored(block)) if self.is_healthy else FAULT
         if reply is FAULT:
             return False
         is_stored, num_evicted = reply
         self._count("puts", is_stored)
         self._count("evicted", num_evicted)
-        self._try(self._ask_usage)
+        self._ask(self._learn_usage)
         return bool(is_stored)
 
     def find(self, keys: Sequence[bytes]) -> int:
@@ -133,7 +138,7 @@ class RedisTier(StorageTier):
         run: list[Block] = []
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             part = slice(start, start + _KEYS_AT_ONCE)
-            values = self._try(lambda names=keys[part]: self._values(names)) if self.is_healthy else FAULT  # type: ignore[misc]
+            values = self._ask(lambda names=keys[part]: self._values(names)) if self.is_healthy else FAULT  # type: ignore[misc]
             for key, tokens, value in zip(
                 keys[part], token_bytes[part], [] if values is FAULT else values, strict=False
             ):
@@ -148,12 +153,13 @@ class RedisTier(StorageTier):
         return run
 
     def discard(self, key: bytes) -> None:
-        self._try(lambda: self._dropped([key.hex()]))
+        self._ask(lambda: self._dropped([key.hex()]))
 
     def purge(self, tenant: str | None) -> int:
+        # Not within the timeout as a whole: there may be many.
         num_dropped = self._try(lambda: sum(map(self._dropped, self._names(tenant))))
         self._known_until_s = 0.0
-        self._try(self._ask_usage)
+        self._ask(self._learn_usage)
         return 0 if num_dropped is FAULT else num_dropped
 
     def usage(self) -> TierUsage:
@@ -162,7 +168,12 @@ class RedisTier(StorageTier):
         return self._usage(num_entries=known.num_entries, num_bytes=known.num_bytes, tenant_bytes=known.tenant_bytes)
 
     def close(self) -> None:
+        self._deadline.close()
         self._client.close()
+
+    def _ask(self, work: Callable[[], T]) -> T | Literal[Fault.FAULT]:
+        """One exchange with the server, as a whole within the timeout."""
+        return self._try(lambda: self._deadline.run(work))
 
     def _stored(self, block: Block) -> tuple[int, int]:
         """Whether it is there now, and how many left for it."""
@@ -180,9 +191,13 @@ class RedisTier(StorageTier):
         names = [key.hex() for key in keys]
         pipeline = self._client.pipeline(transaction=False)
         pipeline.mget([self._prefix + name for name in names])
-        self._use(keys=self._books, args=(self._prefix, *names), client=pipeline)
-        values: list[bytes | None] = pipeline.execute()[0]
-        return values
+        pipeline.evalsha(self._use.sha, len(self._books), *self._books, self._prefix, *names)
+        values, _ = pipeline.execute(raise_on_error=False)
+        if isinstance(values, ValkeyError):
+            raise values
+        # A use that is not noted harms nobody: the server has no memory for it, or lost the script until the next put.
+        found: list[bytes | None] = values
+        return found
 
     def _checked(self, key: bytes, token_bytes: bytes, value: bytes | None) -> Block | None:
         if value is None:
@@ -204,7 +219,7 @@ class RedisTier(StorageTier):
         number: int = self._drop(keys=self._books, args=(self._prefix, *names))
         return number
 
-    def _ask_usage(self) -> None:
+    def _learn_usage(self) -> None:
         """Now and then: it costs a round trip."""
         if self._clock() < self._known_until_s:
             return

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import boto3
 from botocore.config import Config as ClientConfig
@@ -20,12 +20,14 @@ from botocore.exceptions import BotoCoreError, ClientError
 from kvreuse.kv.tiers.base import FAULT
 from kvreuse.kv.tiers.block import Block
 from kvreuse.kv.tiers.booked import BookedTier, Found
+from kvreuse.kv.tiers.deadline import Deadline
 from kvreuse.kv.tiers.entry import FIXED_BYTES, MAX_HEADER_BYTES, Header, block_of, entry_size, header_bytes, view_of
 from kvreuse.types import Tier
 
 __all__ = ["S3Tier"]
 
 _GETS_AT_ONCE = 16
+T = TypeVar("T")
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -61,6 +63,7 @@ class S3Tier(BookedTier):
                 response_checksum_validation="when_required",
             ),
         )
+        self._deadline = Deadline(timeout_s, num_threads=_GETS_AT_ONCE)
         self._pool = ThreadPoolExecutor(_GETS_AT_ONCE, thread_name_prefix="kvreuse-s3")
         self.open()
 
@@ -98,6 +101,7 @@ class S3Tier(BookedTier):
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._deadline.close()
         self._client.close()
 
     def _open(self) -> list[Found]:
@@ -115,10 +119,10 @@ class S3Tier(BookedTier):
 
     def _write(self, block: Block) -> None:
         with suppress(KeyError):
-            self._ask(self._client.head_object, block.key)
+            self._ask(lambda: self._client.head_object(**self._at(block.key)))
             return  # another instance was quicker
-        header = Header.of(block, namespace=self._namespace).encode()
-        self._client.put_object(**self._at(block.key), Body=b"".join((header, view_of(block.payload))))
+        value = b"".join((Header.of(block, namespace=self._namespace).encode(), view_of(block.payload)))
+        self._ask(lambda: self._client.put_object(**self._at(block.key), Body=value))
 
     def _load(self, key: bytes, token_bytes: bytes) -> Block | None:
         with self._lock:
@@ -136,7 +140,7 @@ class S3Tier(BookedTier):
             return None
 
     def _read(self, key: bytes, token_bytes: bytes) -> Block:
-        value = self._ask(self._client.get_object, key)["Body"].read()
+        value = self._ask(lambda: self._content(key))
         return block_of(value, namespace=self._namespace, key=key, token_bytes=token_bytes)
 
     def _owner(self, key: bytes) -> str | None:
@@ -149,16 +153,21 @@ class S3Tier(BookedTier):
         return None if tenant is FAULT else tenant
 
     def _tenant(self, key: bytes) -> str:
-        head = self._ask(self._client.get_object, key, Range=f"bytes=0-{MAX_HEADER_BYTES - 1}")["Body"].read()
+        part = f"bytes=0-{MAX_HEADER_BYTES - 1}"
+        head = self._ask(lambda: self._content(key, Range=part))
         return Header.decode(head[: header_bytes(head[:FIXED_BYTES])]).tenant
 
-    def _delete(self, key: bytes) -> None:
-        self._client.delete_object(**self._at(key))
+    def _content(self, key: bytes, **more: str) -> bytes:
+        content: bytes = self._client.get_object(**self._at(key), **more)["Body"].read()
+        return content
 
-    def _ask(self, call: Callable[..., Any], key: bytes, **more: str) -> Any:
-        """Raises KeyError when there is no such object."""
+    def _delete(self, key: bytes) -> None:
+        self._ask(lambda: self._client.delete_object(**self._at(key)))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        """One request, as a whole within the timeout. Raises KeyError when there is no such object."""
         try:
-            return call(**self._at(key), **more)
+            return self._deadline.run(call)
         except ClientError as error:
             if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
                 raise KeyError("there is no such object") from None
