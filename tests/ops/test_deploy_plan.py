@@ -426,3 +426,13 @@ def test_every_setting_reaches_aws(setting: str) -> None:
     assert found[0] != found[1]
     if setting in ("prefix_concurrency", "prefix_length_bytes", "alarm_topic", "inference_ami_version"):
         assert str(OTHERS[setting]) in str(found[1])
+
+
+def test_a_canary_has_every_alarm_but_that_on_its_hit_rate() -> None:
+    calls = plan(canary=Canary(weight=0.01))
+    names = [sent.parameters["AlarmName"] for sent in calls if sent.operation == "PutMetricAlarm"]
+    kinds = {
+        fleet: {name.split("/")[3] for name in names if name.split("/")[2] == fleet} for fleet in ("main", "canary")
+    }
+    assert kinds["main"] - kinds["canary"] == {"hit-rate"}
+    assert len(kinds["canary"]) == 4

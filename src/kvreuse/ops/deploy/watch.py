@@ -52,7 +52,7 @@ def _put_alarm(hosting: Hosting, variant: Variant, kind: str) -> Call:
         AlarmName=f"{alarm_prefix(hosting.endpoint_name)}{variant.name}/{kind}",
         **alarm,
         Dimensions=dimensions(hosting.endpoint_name, variant.name),
-        AlarmActions=[hosting.alarm_topic] if hosting.alarm_topic else [],
+        AlarmActions=[hosting.alarm_topic] if hosting.alarm_topic else None,
         Tags=tags(hosting.endpoint_name),
     )
 
