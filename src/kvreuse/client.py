@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 # What stands before everything else: the fields that become the prompt, in the order in which templates print them.
-_PROMPT_FIELDS = ("tools", "messages", "inputs", "prompt")
+_PROMPT_FIELDS = ("template", "tools", "messages", "inputs", "prompt", "variables")
 _JSON = "application/json"
 _NEW_SESSION = "NEW_SESSION"
 _MIN_PREFIX_LENGTH = 1024  # bytes, the smallest PrefixLength that an endpoint can have
@@ -265,12 +265,8 @@ class PrefixClient:
         return response
 
     def _open_session(self, request: Mapping[str, Any], place: int) -> None:
-        """One token of an answer to the same prompt: it also puts the prefix where the stream is going to look."""
-        body = json.loads(request["Body"])
-        body.pop("stream", None)
-        limit = {"parameters": {**body.get("parameters", {}), "max_new_tokens": 1}}
-        body |= limit if "inputs" in body else {"max_tokens": 1}
-        opener = {**request, "Body": canonical_body(body), "InferenceId": uuid.uuid4().hex}
+        """A call that asks for nothing else."""
+        opener = {**request, "Body": b'{"requestType":"NEW_SESSION"}', "InferenceId": uuid.uuid4().hex}
         opener.pop("Accept", None)
         self._send("invoke_endpoint", opener, place)["Body"].read()
 

@@ -82,6 +82,11 @@ def test_tools_stand_before_messages_and_a_role_before_its_content() -> None:
     )
 
 
+def test_a_registered_template_stands_before_its_variables() -> None:
+    body = {"variables": {"a": 1}, "parameters": {}, "template": "letters"}
+    assert canonical_body(body) == b'{"template":"letters","variables":{"a":1},"parameters":{}}'
+
+
 def test_composing_puts_shared_text_first_and_own_values_last() -> None:
     assert compose("Template.", tenant="We are Acme.", variables={"q": "why", "n": 3}) == (
         "Template.\n\nWe are Acme.\n\nq: why\nn: 3"
@@ -213,7 +218,7 @@ def test_a_stream_opens_its_session_with_an_ordinary_call() -> None:
     fake = Runtime(has_sessions=True)
     list(fake.client(num_sessions=1).stream({"inputs": "a", "parameters": {"seed": 1}}))
     opener, stream = fake.calls
-    assert json.loads(opener["Body"]) == {"inputs": "a", "parameters": {"seed": 1, "max_new_tokens": 1}}
+    assert json.loads(opener["Body"]) == {"requestType": "NEW_SESSION"}
     assert (opener["SessionId"], stream["SessionId"]) == ("NEW_SESSION", "s1")
 
 
@@ -252,6 +257,19 @@ def test_a_second_variant_reports_its_hit_through_the_real_client(endpoint: Any)
     cold, hit = [answer.facts for answer in answers]
     assert cold is not None and hit is not None
     assert (cold.cached_tokens, hit.cached_tokens) == (0, 20)
+
+
+def test_a_session_of_the_real_container_is_opened_used_and_replaced(endpoint: Any) -> None:
+    client = PrefixClient(ENDPOINT, client=endpoint, num_sessions=1)
+    body = {"inputs": "hello", "parameters": {"max_new_tokens": 2}}
+    first, second = client.invoke(body), client.invoke(body)
+    assert "NewSessionId" in first.response
+    assert "NewSessionId" not in second.response
+    assert client._sessions is not None
+    client._sessions.put(0, "gone")
+    assert "NewSessionId" in client.invoke(body).response
+    client._sessions.drop(0)
+    assert len(list(client.stream(body))) > 1
 
 
 def test_the_last_event_of_a_real_stream_has_the_facts(endpoint: Any) -> None:
