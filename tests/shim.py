@@ -61,13 +61,9 @@ class _Runtime(BaseHTTPRequestHandler):
             return
         with closing(HTTPConnection(self.container, timeout=60)) as connection:
             connection.request("POST", "/invocations", body, self._forwarded())
-            response = connection.getresponse()
-            if response.status >= 300:
-                self._model_error(response)
-            elif is_stream:
-                self._stream(response)
-            else:
-                self._body(response)
+            with connection.getresponse() as response:
+                answer = self._model_error if response.status >= 300 else self._stream if is_stream else self._body
+                answer(response)
 
     def _forwarded(self) -> dict[str, str]:
         named = {name.lower(): value for name, value in self.headers.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +18,12 @@ from server.conftest import MakeSite, Site
 from serving import Container
 from shim import ENDPOINT, VARIANT, runtime, runtime_client
 
+from kvreuse.server.callers import Tenancy
 from kvreuse.server.service import Limits
 
 JSON = "application/json"
+# As the client's own model of the service has it.
+SESSION_HEADER = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z")
 TEMPLATE = "Sort this letter into one of five drawers and say only the name of the drawer. " * 8
 
 
@@ -31,6 +36,8 @@ def client_of(site: Site) -> Iterator[Any]:
 def invoke(client: Any, body: Any, **named: str) -> dict[str, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer: dict[str, Any] = client.invoke_endpoint(EndpointName=ENDPOINT, Body=data, **{"ContentType": JSON, **named})
+    with answer["Body"] as unread:
+        answer["Body"] = io.BytesIO(unread.read())
     return answer
 
 
@@ -208,3 +215,40 @@ def test_attributes_of_a_caller_change_nothing_in_the_answer(sagemaker: Any, con
     assert json.load(answer["Body"]) == plain
     assert attributes(answer)["kvreuse"] == "1"
     assert container.ping() == 200
+
+
+def test_a_session_is_opened_used_and_closed(sagemaker: Any) -> None:
+    body = {"inputs": TEMPLATE + "A session.", "parameters": {"max_new_tokens": 2}}
+    opened = invoke(sagemaker, body, SessionId="NEW_SESSION")
+    assert SESSION_HEADER.fullmatch(opened["NewSessionId"])
+    session_id = opened["NewSessionId"].partition(";")[0]
+    assert int(attributes(invoke(sagemaker, body, SessionId=session_id))["cached_tokens"]) > 0
+    assert events(stream(sagemaker, {**body, "stream": True}, SessionId=session_id))
+    closed = invoke(sagemaker, {"requestType": "CLOSE"}, SessionId=session_id)
+    assert closed["ClosedSessionId"] == session_id
+    assert refusal(sagemaker, body, SessionId=session_id)["OriginalStatusCode"] == 400
+
+
+def test_a_session_that_nobody_opened_is_an_error(sagemaker: Any) -> None:
+    response = refusal(sagemaker, {"inputs": "a"}, SessionId="made-up")
+    assert response["OriginalStatusCode"] == 400
+    assert json.loads(response["OriginalMessage"])["error"]["param"] == "X-Amzn-SageMaker-Session-Id"
+
+
+def test_the_same_inference_id_in_flight_is_one_computation(make_site: MakeSite) -> None:
+    site = make_site(engine=FakeEngine(step_s=0.02))
+    with client_of(site) as client, ThreadPoolExecutor(8) as pool:
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 40}}
+        texts = list(pool.map(lambda _: invoke(client, body, InferenceId="again")["Body"].read(), range(8)))
+    assert len(set(texts)) == 1
+    assert len(site.engine.submitted) == 1
+
+
+def test_custom_attributes_can_name_the_tenant(make_site: MakeSite) -> None:
+    site = make_site()
+    site.service.tenancy = Tenancy(mode="required", header="X-Amzn-SageMaker-Custom-Attributes")
+    with client_of(site) as client:
+        assert refusal(client, {"inputs": "hello"})["OriginalStatusCode"] == 400
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 1}}
+        invoke(client, body, CustomAttributes="trace=1;tenant=ada")
+    assert [request.scope.tenant for request in site.engine.submitted] == ["ada"]
