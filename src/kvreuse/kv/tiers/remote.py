@@ -154,6 +154,7 @@ class RedisTier(StorageTier):
 
     def discard(self, key: bytes) -> None:
         self._ask(lambda: self._dropped([key.hex()]))
+        self._ask(self._learn_usage)
 
     def purge(self, tenant: str | None) -> int:
         # Not within the timeout as a whole: there may be many.
