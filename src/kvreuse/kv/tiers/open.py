@@ -59,20 +59,21 @@ def masked(url: str) -> str:
 def _remote(config: Config, url: str, namespace: str) -> StorageTier:
     scheme, _, rest = url.partition("://")
     max_bytes, timeout_s = config.remote_cache_bytes, config.remote_timeout_ms / 1e3
-    if scheme == "s3":
+    bucket, _, prefix = rest.partition("/")
+    if scheme == "s3" and bucket:
         from kvreuse.kv.tiers.s3 import S3Tier
 
-        bucket, _, prefix = rest.partition("/")
         return S3Tier(bucket, prefix=prefix, namespace=namespace, max_bytes=max_bytes, timeout_s=timeout_s)
     try:
-        from kvreuse.kv.tiers.remote import RedisTier
+        from kvreuse.kv.tiers.remote import SCHEMES, RedisTier
 
-        return RedisTier(url, namespace=namespace, max_bytes=max_bytes, timeout_s=timeout_s)
+        if scheme in SCHEMES and rest:
+            return RedisTier(url, namespace=namespace, max_bytes=max_bytes, timeout_s=timeout_s)
     except ImportError:
-        raise ConfigError(
-            "option.remote_cache_url needs the client of Valkey\nhint: pip install kvreuse[remote]"
-        ) from None
-    except (KeyError, ValueError):
-        raise ConfigError(
-            "option.remote_cache_url is no URL that can be used, allowed are valkey://, redis://, rediss:// and s3://"
-        ) from None
+        raise ConfigError("option.remote_cache_url needs Valkey's client\nhint: pip install kvreuse[remote]") from None
+    except ValueError:
+        pass  # its text may hold the password
+    raise ConfigError(
+        "option.remote_cache_url cannot be used, allowed is a valkey://, redis://, rediss:// or s3:// URL with a host or "
+        "bucket"
+    )
