@@ -6,15 +6,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvreuse.kv.prefix_store import PrefixStore
+    from kvreuse.ops.deploy import KVReuseModel
 
 __version__ = "0.1.0"
-__all__ = ["PrefixStore", "__version__"]
+__all__ = ["KVReuseModel", "PrefixStore", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """`PrefixStore` loads torch, so it is imported when it is first asked for."""
+    """`PrefixStore` loads torch and `KVReuseModel` boto3, so they are imported when they are first asked for."""
     if name == "PrefixStore":
         from kvreuse.kv.prefix_store import PrefixStore
 
         return PrefixStore
+    if name == "KVReuseModel":
+        from kvreuse.ops.deploy import KVReuseModel
+
+        return KVReuseModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
