@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,7 +42,8 @@ BROAD_EXCEPT_ALLOWED = ("engine/engine.py", "server/")
 TOOLKIT_HOOKS = {"transform_fn"}  # called by position, with the context last
 HEART = ("cache", "kv", "engine", "api", "server")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 50, 4
-MAX_HEART_LINES, MAX_SRC_LINES = 4000, 9000
+# Just above today's size: docs/decisions/0001-size.md. The aim is 4,000 and 9,000.
+MAX_HEART_LINES, MAX_SRC_LINES = 7900, 13500
 
 Checker = Callable[[str, ast.Module], Iterator[str]]
 
@@ -163,8 +166,24 @@ def modules() -> dict[str, str]:
     return {path.relative_to(SRC).as_posix(): path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
 
 
+def num_code_lines(source: str) -> int:
+    """Lines that hold code: no blank ones, no comments, no docstrings (docs/decisions/0001-size.md)."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.end_lineno:
+                docstrings |= set(range(first.lineno, first.end_lineno + 1))
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
 def num_lines(*, under: tuple[str, ...]) -> int:
-    return sum(len(source.splitlines()) for path, source in modules().items() if path.startswith(under))
+    return sum(num_code_lines(source) for path, source in modules().items() if path.startswith(under))
 
 
 def run_python(code: str) -> str:
@@ -188,7 +207,7 @@ def test_no_file_is_long() -> None:
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
-def test_the_heart_and_the_whole_stay_small() -> None:
+def test_the_heart_and_the_whole_do_not_grow() -> None:
     heart = num_lines(under=tuple(f"{package}/" for package in HEART))
     whole = num_lines(under=("",))
     assert 0 < heart < MAX_HEART_LINES
