@@ -28,6 +28,7 @@ from kvreuse.types import Tier
 __all__ = ["DiskTier"]
 
 _PAGE_BYTES = 4096  # files take whole pages
+_USE_S = 60.0  # uses closer together than this are one to the next process
 _NAMESPACE, _FOLDER = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
 _FILE = re.compile(r"([0-9a-f]{32})(\.part)?")
 _KEY_BYTES = 16
@@ -127,12 +128,14 @@ class DiskTier(BookedTier):
         with file:
             header = _read_header(file)
             header.check(namespace=bytes.fromhex(self._namespace), key=key, token_bytes=token_bytes)
-            if os.fstat(file.fileno()).st_size != file.tell() + header.num_payload_bytes:
+            stat = os.fstat(file.fileno())
+            if stat.st_size != file.tell() + header.num_payload_bytes:
                 raise BadEntry("it is cut short or too long")
             payload = torch.empty(header.num_payload_bytes, dtype=torch.uint8)
             _fill(file, view_of(payload))
-            with suppress(OSError):  # the order of use need not survive a restart
-                os.utime(file.fileno())
+            if time.time() - stat.st_mtime > _USE_S:
+                with suppress(OSError):  # the order of use need not survive a restart
+                    os.utime(file.fileno())
         return header.block(payload)
 
     def _delete(self, key: bytes) -> None:

@@ -74,6 +74,6 @@ def _remote(config: Config, url: str, namespace: str) -> StorageTier:
     except ValueError:
         pass  # its text may hold the password
     raise ConfigError(
-        "option.remote_cache_url cannot be used, allowed is a valkey://, redis://, rediss:// or s3:// URL with a host or "
-        "bucket"
+        "option.remote_cache_url cannot be used, allowed is a valkey://, redis://, rediss:// or s3:// URL with a host "
+        "or bucket"
     )
