@@ -215,6 +215,30 @@ def test_a_server_that_dribbles_is_given_up_too(open_redis, clock):
         assert tier.usage().num_errors == 1
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"*x\r\n", b"$-7\r\n", b"+OK\r\n" * 9])
+def test_something_that_is_no_redis_is_a_fault_and_never_an_exception(open_redis, clock, answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        tier = open_redis(url=f"redis://127.0.0.1:{listening.getsockname()[1]}/0", timeout_s=0.5, clock=clock)
+
+        def reply():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        server = threading.Thread(target=reply)
+        server.start()
+        assert (load(tier, make_block(1)), tier.put(make_block(2))) == (None, False)
+        assert tier.usage().num_errors > 0
+        tier.close()
+        listening.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
 def test_no_log_line_holds_the_password(open_redis, clock, caplog):
     caplog.set_level(logging.DEBUG)
     with redis_server("--requirepass", "right") as server:

@@ -57,6 +57,7 @@ class BookedTier(StorageTier):
         super().__init__(max_bytes=max_bytes, clock=clock)
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
         self._num_bytes = 0
+        self._tenant_bytes: Counter[str] = Counter()
         self._has_stuck = False
         self._is_open = False
         self._opening = threading.Lock()
@@ -90,7 +91,7 @@ class BookedTier(StorageTier):
             return False
         if self._has_stuck:
             self._has_stuck = False
-            self._drop(lambda key, entry: entry.state is _State.STUCK)
+            self._drop(lambda entry: entry.state is _State.STUCK)
         with self._lock:
             known = self._entries.get(block.key)
             if known is not None:
@@ -128,23 +129,24 @@ class BookedTier(StorageTier):
         return run
 
     def discard(self, key: bytes) -> None:
-        self._drop(lambda k, entry: k == key)
+        with self._lock:
+            entry = self._entries.get(key)
+            ours = self._claim([(key, entry)]) if entry is not None else []
+        self._remove_all(ours)
 
     def purge(self, tenant: str | None) -> int:
-        return self._drop(lambda key, entry: tenant is None or entry.tenant == tenant)
+        return self._drop(lambda entry: tenant is None or entry.tenant == tenant)
 
     def usage(self) -> TierUsage:
         with self._lock:
-            tenants: Counter[str] = Counter()
-            for entry in self._entries.values():
-                if entry.tenant is not None:
-                    tenants[entry.tenant] += entry.num_bytes
-            return self._usage(num_entries=len(self._entries), num_bytes=self._num_bytes, tenant_bytes=dict(tenants))
+            tenants = dict(self._tenant_bytes)
+            return self._usage(num_entries=len(self._entries), num_bytes=self._num_bytes, tenant_bytes=tenants)
 
     def check_integrity(self) -> None:
         with self._lock:
             assert self._num_bytes == sum(entry.num_bytes for entry in self._entries.values())
             assert self._num_bytes <= self.max_bytes
+            assert sum(self._tenant_bytes.values()) <= self._num_bytes
             assert all(entry.num_pins >= 0 for entry in self._entries.values())
 
     def open(self) -> bool:
@@ -159,11 +161,11 @@ class BookedTier(StorageTier):
                 return False
             with self._lock:
                 for item in found:
-                    self._entries[item.key] = _Entry(item.num_bytes, item.tenant, _State.READY)
-                self._num_bytes = sum(entry.num_bytes for entry in self._entries.values())
+                    if item.key not in self._entries:
+                        entry = self._entries[item.key] = _Entry(item.num_bytes, item.tenant, _State.READY)
+                        self._account(entry, entry.num_bytes)
                 too_much = self._claim_victims(self._num_bytes - self.max_bytes)
-            for key, entry in too_much:
-                self._remove(key, entry)
+            self._remove_all(too_much)
             self._is_open = self._num_bytes <= self.max_bytes
             return self._is_open
         finally:
@@ -196,7 +198,7 @@ class BookedTier(StorageTier):
                 lacking = self._num_bytes + entry.num_bytes - self.max_bytes
                 if lacking <= 0:
                     self._entries[key] = entry
-                    self._num_bytes += entry.num_bytes
+                    self._account(entry, entry.num_bytes)
                     return True
                 victims = self._claim_victims(lacking)
             if not victims:
@@ -224,16 +226,24 @@ class BookedTier(StorageTier):
             entry.state = _State.LEAVING
         return victims
 
-    def _drop(self, is_meant: Callable[[bytes, _Entry], bool]) -> int:
-        """Remove what is meant and not leaving already; what is being written its writer removes."""
+    def _drop(self, is_meant: Callable[[_Entry], bool]) -> int:
         with self._lock:
-            meant = [item for item in self._entries.items() if item[1].state in _CLAIMABLE and is_meant(*item)]
-            ours = [(key, entry) for key, entry in meant if entry.state is not _State.WRITING]
-            for _, entry in meant:
-                entry.state = _State.UNWANTED if entry.state is _State.WRITING else _State.LEAVING
-        for key, entry in ours:
-            self._remove(key, entry)
+            meant = [item for item in self._entries.items() if item[1].state in _CLAIMABLE and is_meant(item[1])]
+            ours = self._claim(meant)
+        self._remove_all(ours)
         return len(meant)
+
+    def _claim(self, meant: list[tuple[bytes, _Entry]]) -> list[tuple[bytes, _Entry]]:
+        """What the caller must remove now: what is being written its writer removes, what leaves already is left."""
+        ours = [(key, entry) for key, entry in meant if entry.state in (_State.READY, _State.STUCK)]
+        for _, entry in meant:
+            if entry.state in _CLAIMABLE:
+                entry.state = _State.UNWANTED if entry.state is _State.WRITING else _State.LEAVING
+        return ours
+
+    def _remove_all(self, claimed: Iterable[tuple[bytes, _Entry]]) -> None:
+        for key, entry in claimed:
+            self._remove(key, entry)
 
     def _remove(self, key: bytes, entry: _Entry) -> None:
         """Delete what is hidden already; its bytes count until it is gone."""
@@ -241,6 +251,13 @@ class BookedTier(StorageTier):
         with self._lock:
             if is_gone:
                 del self._entries[key]
-                self._num_bytes -= entry.num_bytes
+                self._account(entry, -entry.num_bytes)
             else:
                 entry.state, self._has_stuck = _State.STUCK, True
+
+    def _account(self, entry: _Entry, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if entry.tenant is not None:
+            self._tenant_bytes[entry.tenant] += num_bytes
+            if not self._tenant_bytes[entry.tenant]:
+                del self._tenant_bytes[entry.tenant]

@@ -91,12 +91,16 @@ class Header:
             raise BadEntry("its header does not match its checksum")
         _, _, _, _, num_tenant, num_tokens, num_payload, encoding, namespace, key, checksum = _FIXED.unpack_from(raw)
         tokens_at = FIXED_BYTES + num_tenant
+        try:
+            tenant = raw[FIXED_BYTES:tokens_at].decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise BadEntry("its tenant is no text") from error
         return cls(
             namespace=namespace,
             key=key,
-            tenant=raw[FIXED_BYTES:tokens_at].decode("utf-8", "surrogatepass"),
+            tenant=tenant,
             token_bytes=raw[tokens_at : tokens_at + num_tokens],
-            encoding=encoding.rstrip(b"\0").decode("ascii"),
+            encoding=encoding.rstrip(b"\0").decode("ascii", "replace"),
             num_payload_bytes=num_payload,
             checksum=checksum,
         )

@@ -91,7 +91,7 @@ class RedisTier(StorageTier):
     """url: its scheme is one of SCHEMES. timeout_s: of a connect and of an operation. Connects when first used."""
 
     tier = Tier.REMOTE
-    faults = (OSError, ValkeyError)
+    faults = (OSError, ValkeyError, ValueError)  # the last where what answers speaks another language
 
     def __init__(
         self,

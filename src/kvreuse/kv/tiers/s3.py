@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import boto3
 from botocore.config import Config as ClientConfig
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from kvreuse.kv.tiers.base import FAULT
 from kvreuse.kv.tiers.block import Block
@@ -35,7 +36,7 @@ class S3Tier(BookedTier):
     """Credentials, region and endpoint are those that boto3 finds. timeout_s: of a connect and of a read."""
 
     tier = Tier.REMOTE
-    faults = (OSError, BotoCoreError, ClientError)
+    faults = (OSError, BotoCoreError, ClientError, HTTPError)
 
     def __init__(
         self,
