@@ -28,7 +28,7 @@ __all__ = ["SCHEMES", "RedisTier"]
 # A URL's scheme and what the client calls it.
 SCHEMES = {"valkey": "valkey", "redis": "valkey", "valkeys": "valkeys", "rediss": "valkeys"}
 _OVERHEAD_BYTES = 512  # of an entry's names and places in the server's memory
-_KEYS_AT_ONCE = 16
+_KEYS_AT_ONCE, _BYTES_AT_ONCE = 16, 2**24
 _NUM_CONNECTIONS = 4
 _READ_BYTES = 2**18  # at once: the client's own 64 KiB cost half as much time again
 _USAGE_TTL_S = 5.0
@@ -122,6 +122,7 @@ class RedisTier(StorageTier):
         )
         self._known = self._usage(num_entries=0, num_bytes=0, tenant_bytes={})
         self._known_until_s = 0.0
+        self._block_bytes = 0
 
     def put(self, block: Block, *, on_evict: Callable[[Block], None] | None = None) -> bool:
         reply = self._ask(lambda: self._stored(block)) if self.is_healthy else FAULT
@@ -138,8 +139,8 @@ class RedisTier(StorageTier):
 
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
         run: list[Block] = []
-        for start in range(0, len(keys), _KEYS_AT_ONCE):
-            part = slice(start, start + _KEYS_AT_ONCE)
+        while len(run) < len(keys):
+            part = slice(len(run), len(run) + self._num_at_once())
             values = self._ask(lambda names=keys[part]: self._values(names)) if self.is_healthy else FAULT  # type: ignore[misc]
             for key, tokens, value in zip(
                 keys[part], token_bytes[part], [] if values is FAULT else values, strict=False
@@ -148,11 +149,16 @@ class RedisTier(StorageTier):
                 if block is None:
                     break
                 run.append(block)
+                self._block_bytes = block.num_bytes
             if len(run) < min(part.stop, len(keys)):
                 self._count("misses")
                 break
         self._count("hits", len(run))
         return run
+
+    def _num_at_once(self) -> int:
+        """So many that an exchange fits in the timeout on a slow network; one while their size is not known."""
+        return max(1, min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // self._block_bytes)) if self._block_bytes else 1
 
     def discard(self, key: bytes) -> None:
         self._ask(lambda: self._dropped([key.hex()]))
