@@ -175,3 +175,17 @@ def test_random_traffic_over_a_tiny_pool_and_a_tiny_tier_is_always_right():
             for tier in engine._parts.lower.stack._tiers:
                 tier.check_integrity()
         assert Tier.HOST in seen_tiers
+
+
+def test_a_purge_reaches_what_is_on_its_way_to_the_tier(monkeypatch):
+    prompt, release = _prompt(12, 5 * BLOCK), threading.Event()
+    with _engine(num_slots=600) as engine:
+        [host] = engine._parts.lower.stack._tiers
+        write = host._write
+        monkeypatch.setattr(host, "_write", lambda *args: (release.wait(30), write(*args))[1])
+        send(engine, prompt, num_new=1).result()
+        engine.purge()
+        release.set()
+        _settle(engine)
+        assert host.usage().num_entries == 0
+        assert send(engine, prompt, num_new=1).result().facts.cached_tokens == 0

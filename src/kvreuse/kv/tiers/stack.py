@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvreuse.kv.codec import BlockCodec
@@ -68,8 +69,10 @@ class TierStack:
         self._queued_bytes = 0
         self._absent: dict[bytes, float] = {}  # first keys that nobody had, until when
         self._offered: dict[bytes, None] = {}  # what was put lately, oldest first
+        self._num_purges = 0
+        self._purged: dict[str | None, int] = {}  # tenant, or None for all -> the last purge of it
         self._lock = threading.Lock()
-        self._puts: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+        self._puts: queue.SimpleQueue[tuple[Block, int] | None] = queue.SimpleQueue()
         self._fetches: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED_FETCHES)
         self._threads = [threading.Thread(target=self._put_loop, name="kvreuse-demote", daemon=True)]
         self._threads += [
@@ -92,9 +95,11 @@ class TierStack:
                 return
             self._queued_bytes += block.num_bytes
             self._offered[block.key] = None
+            self._absent.pop(block.key, None)
+            num_purges = self._num_purges
             if len(self._offered) > 2**16:
                 del self._offered[next(iter(self._offered))]
-        self._puts.put(block)
+        self._puts.put((block, num_purges))
 
     def forecast(self, keys: Sequence[bytes]) -> Forecast:
         """What a fetch of these keys would bring. Does no I/O."""
@@ -118,13 +123,19 @@ class TierStack:
         return True
 
     def purge(self, tenant: str | None) -> int:
-        """Drop what one tenant, or everybody, has in any tier; returns entries."""
+        """Drop what one tenant, or everybody, has in any tier or on its way there; returns entries."""
         with self._lock:
             self._offered.clear()
+            self._num_purges += 1
+            self._purged[tenant] = self._num_purges
         return sum(tier.purge(tenant) for tier in self._tiers)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop these entries everywhere: they are wrong."""
+        """Drop these entries everywhere, soon and on a worker: they are wrong."""
+        with suppress(queue.Full):
+            self._fetches.put_nowait(lambda: self._discard(keys))
+
+    def _discard(self, keys: Sequence[bytes]) -> None:
         for tier in self._tiers:
             for key in keys:
                 tier.discard(key)
@@ -150,12 +161,21 @@ class TierStack:
             tier.close()
 
     def _put_loop(self) -> None:
-        while (block := self._puts.get()) is not None:
+        while (item := self._puts.get()) is not None:
+            block, num_purges = item
             try:
-                self._store(block)
+                if not self._is_purged(block, num_purges):
+                    self._store(block)
+                if self._is_purged(block, num_purges):
+                    self._discard([block.key])
             finally:
                 with self._lock:
                     self._queued_bytes -= block.num_bytes
+
+    def _is_purged(self, block: Block, num_purges: int) -> bool:
+        """Whether its tenant was purged after the block was offered."""
+        with self._lock:
+            return max(self._purged.get(block.tenant, 0), self._purged.get(None, 0)) > num_purges
 
     def _store(self, block: Block) -> None:
         payload, encoding = self._codec.pack(block.payload, self._encoding)
@@ -204,7 +224,7 @@ class TierStack:
                 raw = self._codec.unpack(block.payload, block.encoding)
             except (ValueError, KeyError):
                 log.warning("a block from a lower tier does not unpack; it is dropped")
-                self.forget([block.key])
+                self._discard([block.key])
                 break
             blocks.append(
                 Block(key=block.key, tenant=block.tenant, token_bytes=block.token_bytes, payload=raw, encoding="raw")
