@@ -98,7 +98,7 @@ class SamplingParams:
     n: int = 1
 
 
-# From the live list of an answer's token ids, prompt first, to its mask: bool [vocab] of what may come, before each draw.
+# From the live list of an answer's token ids, prompt first, to its mask: bool [vocab] of what may come next.
 MakeMask = Callable[[Sequence[int]], Callable[[], Any]]
 
 
