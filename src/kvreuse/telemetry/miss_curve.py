@@ -36,9 +36,10 @@ class MissCurve:
         self._now = 0
 
     def add(self, blocks: Sequence[Hashable], *, num_prompt_tokens: int) -> None:
-        """A prompt: the names of its blocks, each of which stands for all before it. Never the last token's is hit."""
+        """A prompt: the names of its blocks, each of which stands for all before it. The last token's is never hit."""
         with self._lock:
             self.num_prompt_tokens += num_prompt_tokens
+            blocks = blocks[: num_prompt_tokens // self._block_size]  # a partial one is kept by nobody
             num_matchable = min((num_prompt_tokens - 1) // self._block_size, len(blocks))
             chain = [(depth, b) for depth, b in enumerate(blocks) if hash((b,)) % self._every == 0]
             self._num_matchable += num_matchable

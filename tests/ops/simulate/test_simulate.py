@@ -123,8 +123,19 @@ def test_decoding_takes_memory_as_it_goes() -> None:
     flight = instance.submit(request, at_s=0.0)
     instance.advance(1e9)
     assert flight.end_s is not None
-    assert 6 <= len(flight.sequence.token_ids) <= 7
+    assert len(flight.sequence.token_ids) * BLOCK // 4 in range(7 * BLOCK - BLOCK // 4, 7 * BLOCK + 1)
     instance.cache.check_integrity()
+
+
+def test_a_partial_block_is_kept_by_nobody() -> None:
+    request = TraceRequest(0.0, 2 * BLOCK + BLOCK - 1, 1, (1, 2, 3), "a")
+    instance = Instance(Settings(pool_tokens=100 * BLOCK, block_size=BLOCK, costs=COSTS), number=0)
+    flights = [instance.submit(request, at_s=0.0)]
+    instance.advance(1e9)
+    flights.append(instance.submit(request, at_s=instance.now_s))
+    instance.advance(1e9)
+    assert [flight.hit_tokens for flight in flights] == [0, 2 * BLOCK]
+    assert instance.cache.usage().num_blocks == 2
 
 
 def test_two_runs_agree(trace: Trace) -> None:

@@ -19,7 +19,6 @@ from kvreuse.ops.trace import Trace, TraceRequest
 __all__ = ["FleetEvent", "Outcome", "simulate"]
 
 _NUM_RECENT = 256  # prompts whose shared prefixes warm a new instance
-_WARM_TOKEN = 1 << 30  # what stands behind a prefix that is warmed up
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +111,9 @@ class _Fleet:
         self.all.append(instance)
         recent = self._recent if self._is_warmed else ()
         shared = {tuple(takewhile(lambda block: self._uses[block] > 1, request.blocks)) for request in recent}
-        for own, prefix in enumerate(sorted(shared), _WARM_TOKEN):
-            num_tokens = (len(prefix) + 1) * self._settings.block_size
-            instance.submit(TraceRequest(now_s, num_tokens, 1, (*prefix, own), ""), at_s=now_s)
+        for prefix in sorted(shared):
+            num_tokens = len(prefix) * self._settings.block_size + 1
+            instance.submit(TraceRequest(now_s, num_tokens, 1, prefix, ""), at_s=now_s)
         instance.advance(inf)
         instance.ready_s = instance.now_s
         return instance

@@ -1,8 +1,8 @@
 """One simulated instance: the engine's scheduler and store over blocks, and a clock that a cost model moves.
 
-Knows requests of a trace and seconds. Knows nothing of other instances or of routing. A block of the trace is one token
-of the scheduler, so a step costs the same whether it holds 16 tokens or 512; a sequence that decodes rests with all its
-tokens computed until it needs another block.
+Knows requests of a trace and seconds. Knows nothing of other instances or of routing. A block of a trace is four tokens
+of the scheduler, so a step costs the same whether it holds 16 tokens or 512, and nobody keeps a partial one; a sequence
+that decodes rests with all its tokens computed until it needs another one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
-from math import inf
+from math import ceil, inf
 
 from kvreuse.cache.store import PrefixCache
 from kvreuse.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
@@ -21,6 +21,7 @@ from kvreuse.types import Request, SamplingParams
 
 __all__ = ["Costs", "Flight", "Instance", "RemoteTier", "Settings"]
 
+_PARTS = 4  # tokens of the scheduler per block of the trace
 _OWN_TOKEN = 1 << 31  # generated blocks: each is met once
 
 
@@ -106,13 +107,13 @@ class Instance:
         self._batch: list[Scheduled] | None = None
         self._batch_end_s, self._num_decodes = now_s, 1
         self._num_own = 0
-        block = settings.block_size
+        self._unit = settings.block_size / _PARTS  # real tokens per token of the scheduler
         self.cache = PrefixCache(
-            num_slots=max(2, settings.pool_tokens // block), block_size=1, bytes_per_token=1, policy=settings.policy,
-            move_slots=lambda *_: None, clock=self._clock,
+            num_slots=max(_PARTS, int(settings.pool_tokens / self._unit)), block_size=_PARTS, bytes_per_token=1,
+            policy=settings.policy, move_slots=lambda *_: None, clock=self._clock,
         )  # fmt: skip
         limits = SchedulerLimits(
-            max_batch_size=settings.max_batch_size, max_batch_tokens=max(1, settings.max_batch_tokens // block)
+            max_batch_size=settings.max_batch_size, max_batch_tokens=max(1, int(settings.max_batch_tokens / self._unit))
         )
         self._scheduler = Scheduler(self.cache, limits, clock=self._clock)
 
@@ -123,14 +124,23 @@ class Instance:
     def submit(self, request: TraceRequest, *, at_s: float) -> Flight:
         """Queue it. The instance must have been advanced to `at_s`."""
         self.now_s = max(self.now_s, at_s)
-        num_new = -(-max(request.num_new_tokens, 1) // self._settings.block_size)
-        sampling = SamplingParams(max_new_tokens=num_new + 2, ignore_eos=True)
-        asked = Request(request_id="", token_ids=request.blocks or (_OWN_TOKEN - 1,), sampling=sampling)
+        num_new = int(max(request.num_new_tokens, 1) / self._unit) + 2
+        sampling = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+        asked = Request(request_id="", token_ids=self._tokens(request), sampling=sampling)
         answers = Answers(asked, lambda event: None, lambda: at_s)
-        sequence = Sequence.start(answers, 0, tokenizer=_NoTokenizer(), block_size=1)  # type: ignore[arg-type]
+        sequence = Sequence.start(answers, 0, tokenizer=_NoTokenizer(), block_size=_PARTS)  # type: ignore[arg-type]
         flight = self._flights[sequence] = Flight(request, sequence)
         self._scheduler.add(sequence)
         return flight
+
+    def _tokens(self, request: TraceRequest) -> tuple[int, ...]:
+        """Whole blocks by name; what is left over is the request's own and less than a block."""
+        whole = request.blocks[: request.num_prompt_tokens // self._settings.block_size]
+        rest = request.num_prompt_tokens - len(whole) * self._settings.block_size
+        num_own = min(_PARTS - 1, ceil(rest / self._unit)) if whole else max(1, ceil(rest / self._unit))
+        self._num_own += num_own
+        own = range(_OWN_TOKEN + self._num_own - num_own, _OWN_TOKEN + self._num_own)
+        return (*(block * _PARTS + part for block in whole for part in range(_PARTS)), *own)
 
     def advance(self, until_s: float) -> None:
         """Run every step that ends by then."""
@@ -149,14 +159,14 @@ class Instance:
             del self._flights[sequence]
         if not batch:
             return bool(failed) and self._begin_step(until_s)
-        settings, costs, prefilled, loaded = self._settings, self._settings.costs, 0, 0
+        costs, prefilled, loaded = self._settings.costs, 0, 0
         decoding = [self._flights[item.sequence] for item in batch if self._is_decoding(item)]
         for item in batch:
             num_loaded = self._admit(item)
             loaded += num_loaded
             prefilled += 0 if self._is_decoding(item) else item.num_tokens - num_loaded
-        self.num_computed_tokens += prefilled * settings.block_size
-        step_s = costs.step_s + costs.decode_s * len(decoding) + settings.block_size * (
+        self.num_computed_tokens += round(prefilled * self._unit)
+        step_s = costs.step_s + costs.decode_s * len(decoding) + self._unit * (
             costs.prefill_token_s * prefilled + costs.load_token_s * loaded)  # fmt: skip
         # While nothing but decoding happens all steps are alike: take as many at once as change nothing.
         quiet = len(decoding) == len(batch)
@@ -170,11 +180,11 @@ class Instance:
         """Blocks of this step that come from the remote tier; fixes at the first step of a request what was a hit."""
         flight, begin = self._flights[item.sequence], item.sequence.num_computed_tokens
         if flight.hit_tokens is None:
-            blocks, cached = flight.request.blocks, item.lease.num_cached_tokens
-            remote = self._remote.num_leading(blocks[cached:-1]) if self._remote is not None else 0
-            flight.loaded_until = cached + remote
-            hit = flight.loaded_until * self._settings.block_size
-            flight.hit_tokens = max(0, min(hit, flight.request.num_prompt_tokens - 1))
+            limit = (flight.sequence.num_prompt_tokens - 1) // _PARTS
+            cached = item.lease.num_cached_tokens // _PARTS
+            remote = self._remote.num_leading(flight.request.blocks[cached:limit]) if self._remote is not None else 0
+            flight.loaded_until = (cached + remote) * _PARTS
+            flight.hit_tokens = (cached + remote) * self._settings.block_size
         return max(0, min(begin + item.num_tokens, flight.loaded_until) - begin)
 
     def _end_step(self) -> None:
@@ -186,7 +196,7 @@ class Instance:
             self._decoded(self._flights[sequence])
 
     def _decoded(self, flight: Flight) -> None:
-        """So many tokens more, at least the first; a full block of them becomes a token of the scheduler."""
+        """So many tokens more, at least the first; when they need room the scheduler gets a token."""
         request, sequence = flight.request, flight.sequence
         if flight.ttft_s is None:
             flight.ttft_s = self.now_s - request.arrival_s
@@ -198,16 +208,16 @@ class Instance:
             self._scheduler.remove(sequence)
             del self._flights[sequence]
             if self._remote is not None:
-                self._remote.put(request.blocks)
-        elif len(sequence.token_ids) * self._settings.block_size < request.num_prompt_tokens + flight.num_decoded:
+                self._remote.put(request.blocks[: request.num_prompt_tokens // self._settings.block_size])
+        elif len(sequence.token_ids) * self._unit < request.num_prompt_tokens + flight.num_decoded:
             self._num_own += 1
             sequence.take(_OWN_TOKEN + self._num_own, None, eos_token_ids=())
 
     def _until_full(self, flight: Flight) -> int:
-        """Tokens to decode until a block is full or the answer done."""
-        block, request = self._settings.block_size, flight.request
-        in_block = (request.num_prompt_tokens + flight.num_decoded) % block
-        return max(1, min(block - in_block, request.num_new_tokens - flight.num_decoded))
+        """Tokens to decode until the scheduler has to know, or the answer is done."""
+        request = flight.request
+        left = len(flight.sequence.token_ids) * self._unit - request.num_prompt_tokens - flight.num_decoded
+        return max(1, min(int(left) + 1, request.num_new_tokens - flight.num_decoded))
 
     def _is_decoding(self, item: Scheduled) -> bool:
         return self._flights[item.sequence].ttft_s is not None
