@@ -56,7 +56,8 @@ def test_the_policy_decides_the_order(policy: str, uses: list[tuple[str, int]], 
 def test_of_two_equally_old_the_larger_leaves_first_by_default() -> None:
     prompts = {"small": prompt(1, 1), "large": prompt(2, 6)}
     world = World(num_blocks=8, lru_weights=(1.0, 0.0))
-    fill(world, [("small", 1), ("large", 1)], prompts)
+    for lease in [world.start(tokens) for tokens in prompts.values()]:
+        world.cache.release(lease)
     with world.start(prompt(3, 6, extra=0)):
         assert [world.cached(tokens) for tokens in prompts.values()] == [1, 1]
     world.check()
@@ -95,7 +96,7 @@ def test_one_insert_over_budget_evicts_only_what_is_missing(policy: str) -> None
     assert world.cached(prompt(8, 2)) == 2
 
 
-@pytest.mark.parametrize("num_uses", [16, 100])
+@pytest.mark.parametrize("num_uses", [4, 16, 100])
 def test_a_flood_of_one_off_prompts_does_not_push_out_a_hot_template(num_uses: int) -> None:
     world, template = World(num_blocks=64), prompt(1, 8, extra=0)
     for variant in range(num_uses):
@@ -106,6 +107,46 @@ def test_a_flood_of_one_off_prompts_does_not_push_out_a_hot_template(num_uses: i
         world.clock.now += 1
     assert world.cache.usage().num_evicted_blocks >= 9 * 64
     assert world.cached(template) == 8
+    world.check()
+
+
+def run_in_turn(world: World, prompts: list[list[int]], *, rounds: int) -> int:
+    """Cached tokens of the last round."""
+    hits = 0
+    for _ in range(rounds):
+        hits = 0
+        for tokens in prompts:
+            world.clock.now += 1
+            hits += world.run(tokens)
+    return hits
+
+
+def test_prompts_that_return_after_more_than_the_pool_holds_keep_a_part_of_themselves_where_lru_keeps_none() -> None:
+    prompts = [prompt(first, 16, extra=0) for first in range(1, 25)]
+    worlds = {policy: World(num_blocks=256, policy=policy) for policy in ("lru", "size_weighted_lru")}
+    hits = {policy: run_in_turn(world, prompts, rounds=10) for policy, world in worlds.items()}
+    assert hits["lru"] == 0
+    assert hits["size_weighted_lru"] >= 64 * BLOCK
+    for world in worlds.values():
+        world.check()
+
+
+@pytest.mark.parametrize(("weights", "expected"), [((0.0, 1.0), "abc"), ((1.0, 0.0), "bca")])
+def test_the_weights_choose_between_age_and_what_uses_promise(weights: tuple[float, float], expected: str) -> None:
+    world = World(num_blocks=8, lru_weights=weights)
+    fill(world, [("a", 20), ("b", 1), ("c", 1)], PROMPTS)
+    assert "".join(eviction_order(world, PROMPTS)) == expected
+
+
+def test_a_returning_head_and_the_new_blocks_behind_it_do_not_share_their_uses() -> None:
+    world, head = World(num_blocks=8, policy="lfu"), prompt(1, 3, extra=0)
+    world.run(head)
+    for first in (2, 3, 4):
+        world.run(prompt(first, 4))
+    assert world.cached(head) == 0
+    world.run([*head, *prompt(9, 3)])
+    world.run(prompt(5, 4))
+    assert world.cached([*head, *prompt(9, 3)]) == 3
     world.check()
 
 

@@ -5,12 +5,13 @@ Knows the tree and the policy. Knows nothing of leases or of why room is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from kvreuse.cache.hashing import HASH_BYTES
 from kvreuse.cache.node import Node
-from kvreuse.cache.policy import Ghost, GhostHistory, SortKey
+from kvreuse.cache.policy import Ghost, Uses
 from kvreuse.cache.spans import SpanAllocator
 from kvreuse.cache.tree import PrefixTree
 from kvreuse.cache.usage import Counters
@@ -20,9 +21,10 @@ __all__ = ["Evictor", "OnEvict"]
 
 OnEvict = Callable[[bytes, bytes, int, str], None]
 
-_MIN_HEAP_TO_SWEEP = 1024
+_MIN_TO_SWEEP = 1024
 
-_Entry = tuple[tuple[float, float], int, Node]
+_Entry = tuple[float, int, Node]  # last_used_s, stamp, node
+_Candidate = tuple[float, int, int, _Entry]  # key, which end, level, entry
 _COUNTER_OF = {
     MissReason.EVICTED: "num_evicted_blocks",
     MissReason.EXPIRED: "num_expired_blocks",
@@ -30,26 +32,63 @@ _COUNTER_OF = {
 }
 
 
+class _Level:
+    """The unpinned leaves of a level. An entry counts only while it is its node's newest and the node is still one."""
+
+    def __init__(self) -> None:
+        self._oldest: list[_Entry] = []  # a heap
+        self._newest: list[_Entry] = []  # a stack
+
+    def push(self, entry: _Entry) -> None:
+        heappush(self._oldest, entry)
+        self._newest.append(entry)
+
+    def ends(self) -> list[_Entry]:
+        """The entries that were used first and last: two, one or none."""
+        while self._oldest and not is_current(self._oldest[0]):
+            heappop(self._oldest)
+        while self._newest and not is_current(self._newest[-1]):
+            self._newest.pop()
+        first, last = self._oldest[:1], self._newest[-1:]
+        return first if first == last else first + last
+
+    @property
+    def num_entries(self) -> int:
+        """Those that count no more included."""
+        return max(len(self._oldest), len(self._newest))
+
+    def sweep(self) -> None:
+        """Drop what counts no more."""
+        self._newest = [entry for entry in self._newest if is_current(entry)]
+        self._oldest = sorted(self._newest, key=lambda entry: entry[:2])
+
+    def __contains__(self, node: Node) -> bool:
+        return any(entry[2] is node and is_current(entry) for entry in self._oldest)
+
+
+def is_current(entry: _Entry) -> bool:
+    node = entry[2]
+    return node.stamp == entry[1] and not node.pins and not node.children and bool(node.hashes)
+
+
 class Evictor:
-    """A lazy heap of unpinned leaves. An entry counts only while it is its node's newest and the node is still one."""
+    """Chooses among the unpinned leaves, by the policy."""
 
     def __init__(
         self,
         tree: PrefixTree,
         spans: SpanAllocator,
         *,
-        sort_key: SortKey,
+        uses: Uses,
         counters: Counters,
-        ghosts: GhostHistory,
         on_evict: OnEvict | None = None,
     ) -> None:
         self._tree = tree
         self._spans = spans
-        self._sort_key = sort_key
+        self._uses = uses
         self._counters = counters
-        self._ghosts = ghosts
         self._on_evict = on_evict
-        self._heap: list[_Entry] = []
+        self._levels: defaultdict[int, _Level] = defaultdict(_Level)
         self._num_stamps = 0
 
     @property
@@ -64,32 +103,35 @@ class Evictor:
         if node.is_doomed:
             self._drop(node, node.num_blocks, MissReason.COLD)
             return
-        if len(self._heap) > _MIN_HEAP_TO_SWEEP and len(self._heap) > 4 * self._tree.num_nodes:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapify(self._heap)
-        heappush(self._heap, self._entry(node))
+        self._file(node, self._levels)
 
     def knows(self, node: Node) -> bool:
         """Has the node a current entry?"""
-        return any(entry[2] is node and self._is_current(entry) for entry in self._heap)
+        return node in self._levels[node.level]
 
     def evict(self, num_slots: int) -> int:
         """Free at least num_slots (and less than a block more) by policy; returns how many, fewer only for want of
         unpinned blocks.
         """
-        return self._evict(num_slots, self._heap)
+        return self._evict(num_slots, self._levels)
 
-    def evict_tenant(self, tenant: str, num_slots: int) -> int:
-        """The same among the blocks of one tenant, or nothing when they are too few."""
+    def keep_quota(self, tenant: str, num_slots: int, *, max_slots: int) -> bool:
+        """May the tenant keep num_slots more? Evicts its own unpinned blocks when that helps, and nothing else."""
+        excess = self._tree.tenant_slots.get(tenant, 0) + num_slots - max_slots
+        if excess <= 0:
+            return True
         unpinned = [node for root in self._tree.roots(tenant) for node in _below(root) if not node.pins]
-        if sum(node.span.length for node in unpinned) < num_slots:
-            return 0
-        heap = [self._entry(node) for node in unpinned if not node.children]
-        heapify(heap)
-        freed = self._evict(num_slots, heap)
-        for _, _, node in heap:
-            self.offer(node)
-        return freed
+        if sum(node.span.length for node in unpinned) < excess:
+            return False
+        levels: defaultdict[int, _Level] = defaultdict(_Level)
+        for node in unpinned:
+            if not node.children:
+                self._file(node, levels)
+        freed = self._evict(excess, levels)
+        for node in unpinned:
+            if node.hashes:
+                self.offer(node)
+        return freed >= excess
 
     def expire(self, node: Node, *, fresh_after: float) -> int:
         """Drop what is older than fresh_after in the subtree of the node; returns blocks."""
@@ -106,23 +148,38 @@ class Evictor:
             self._drop_all([node for node in doomed if not self._tree.doom(node)], MissReason.COLD)
         return num_blocks
 
-    def _evict(self, num_slots: int, heap: list[_Entry]) -> int:
+    def _evict(self, num_slots: int, levels: defaultdict[int, _Level]) -> int:
         freed, block_size = 0, self._tree.block_size
-        while freed < num_slots and heap:
-            entry = heappop(heap)
-            if not self._is_current(entry):
-                continue
-            node = entry[2]
-            wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
-            parent = node.parent
-            if not self._drop(node, wanted, MissReason.EVICTED):
-                continue
-            freed += wanted * block_size
-            if node.hashes:
-                heappush(heap, entry)  # the rest keeps its place: one victim goes before the next is touched
-            elif parent is not None and not (parent.is_root or parent.children or parent.pins):
-                heappush(heap, self._entry(parent))
+        candidates = [candidate for number in list(levels) for candidate in self._candidates(levels, number)]
+        heapify(candidates)
+        while freed < num_slots and candidates:
+            *_, number, entry = heappop(candidates)
+            changed, node = {number}, entry[2]
+            if is_current(entry):
+                wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
+                parent = node.parent
+                if self._drop(node, wanted, MissReason.EVICTED):
+                    freed += wanted * block_size
+                if not (node.hashes or parent is None or parent.is_root or parent.children or parent.pins):
+                    self._file(parent, levels)
+                    changed.add(parent.level)
+            for changed_number in changed:
+                for candidate in self._candidates(levels, changed_number):
+                    heappush(candidates, candidate)
         return freed
+
+    def _candidates(self, levels: defaultdict[int, _Level], number: int) -> Iterator[_Candidate]:
+        """What of a level may go next, as it sorts: the first used before the last used where their keys are equal."""
+        for at, entry in enumerate(levels[number].ends()):
+            yield self._uses.key(entry[2]), at, number, entry
+
+    def _file(self, node: Node, levels: defaultdict[int, _Level]) -> None:
+        self._num_stamps += 1
+        node.stamp = self._num_stamps
+        level = levels[node.level]
+        level.push((node.last_used_s, node.stamp, node))
+        if level.num_entries > _MIN_TO_SWEEP and level.num_entries > 4 * self._tree.num_nodes:
+            level.sweep()
 
     def _drop_all(self, nodes: list[Node], reason: MissReason) -> int:
         """Drop the nodes, deeper ones before; what is pinned or above something that stays is left."""
@@ -137,7 +194,6 @@ class Evictor:
 
     def _drop(self, node: Node, num_blocks: int, reason: MissReason) -> bool:
         """Every block that leaves the store leaves here. False: the node was pinned meanwhile."""
-        frequency = node.frequency
         cut = self._tree.cut(node, num_blocks)
         if cut is None:
             return False
@@ -147,20 +203,10 @@ class Evictor:
         self._spans.free(span)
         self._counters.add(**{_COUNTER_OF[reason]: num_blocks})
         if reason is not MissReason.COLD:
-            ghost = Ghost(reason, frequency)
+            ghost = Ghost(reason, node.num_uses, node.level, node.last_turnover)
             for start in range(0, len(hashes), HASH_BYTES):
-                self._ghosts.remember(hashes[start : start + HASH_BYTES], ghost)
+                self._uses.ghosts.remember(hashes[start : start + HASH_BYTES], ghost)
         return True
-
-    def _entry(self, node: Node) -> _Entry:
-        self._num_stamps += 1
-        node.stamp = self._num_stamps
-        return self._sort_key(node), node.stamp, node
-
-    @staticmethod
-    def _is_current(entry: _Entry) -> bool:
-        node = entry[2]
-        return node.stamp == entry[1] and not node.pins and not node.children and bool(node.hashes)
 
 
 def _below(root: Node) -> Iterable[Node]:

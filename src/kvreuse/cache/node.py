@@ -15,12 +15,12 @@ __all__ = ["Node", "Query", "Walk", "common_prefix"]
 class Node:
     """Blocks [depth, depth + num_blocks) of a prefix, in one span. The root of a scope has no blocks and no span.
 
-    frequency, last_used_s, last_turnover: see policy. pins: leases whose chain this node is part of.
+    num_uses, level, last_used_s, last_turnover: see policy. pins: leases whose chain this node is part of.
     stamp: number of its newest heap entry. is_doomed: purged, but pinned: leaves with its last pin.
     """
 
     __slots__ = (
-        "children", "depth", "frequency", "hashes", "is_doomed", "last_turnover", "last_used_s",
+        "children", "depth", "hashes", "is_doomed", "last_turnover", "last_used_s", "level", "num_uses",
         "parent", "pins", "scope", "span", "stamp", "tokens",
     )  # fmt: skip
 
@@ -33,7 +33,8 @@ class Node:
         self.span = Span(0, 0)
         self.children: dict[bytes, Node] = {}  # by first hash, the most recently released last
         self.pins = 0
-        self.frequency = 0.0
+        self.num_uses = 0
+        self.level = 0
         self.last_used_s = 0.0
         self.last_turnover = 0.0
         self.stamp = 0
@@ -77,9 +78,9 @@ class Walk:
 
     __slots__ = ("inside", "is_collision", "node", "num_blocks", "num_inside", "runs", "stale")
 
-    def __init__(self) -> None:
-        self.node: Node | None = None
-        self.num_blocks = 0
+    def __init__(self, node: Node | None = None, num_blocks: int = 0) -> None:
+        self.node = node
+        self.num_blocks = num_blocks
         self.runs: list[tuple[int, int]] = []
         self.inside: Node | None = None
         self.num_inside = 0

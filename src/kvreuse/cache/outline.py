@@ -26,7 +26,7 @@ _KEY = secrets.token_bytes(16)  # a bare hash of a prefix would let its reader t
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Tokens [depth, depth + num_tokens) of a prefix. `uses` fade as the pool turns over; `parent` is "" at the top.
+    """Tokens [depth, depth + num_tokens) of a prefix. `parent` is "" at the top.
 
     name: that of the known prefix which ends here, or "".
     """
@@ -37,7 +37,7 @@ class NodeView:
     depth: int
     num_tokens: int
     num_children: int
-    uses: float
+    uses: int
     idle_s: float
     is_pinned: bool
 
@@ -96,7 +96,7 @@ def _draw_tree(tree: PrefixTree, names: Mapping[str, Sequence[int]], *, max_node
                 depth=node.depth * tree.block_size,
                 num_tokens=node.num_blocks * tree.block_size,
                 num_children=len(node.children),
-                uses=node.frequency,
+                uses=node.num_uses,
                 idle_s=now_s - node.last_used_s,
                 is_pinned=node.pins > 0,
             )

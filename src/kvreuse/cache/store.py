@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from threading import Lock, RLock
 
 from kvreuse.cache.diagnosis import why_not_more
 from kvreuse.cache.eviction import Evictor, OnEvict
-from kvreuse.cache.hashing import extend_hashes, pack_tokens
+from kvreuse.cache.hashing import HASH_BYTES, TOKEN_BYTES, extend_hashes, pack_tokens
 from kvreuse.cache.integrity import check_store
 from kvreuse.cache.lease import Lease, join_run
-from kvreuse.cache.node import Node, Query, Walk
+from kvreuse.cache.node import Query, Walk
 from kvreuse.cache.outline import Outline, draw
 from kvreuse.cache.placement import Placer
-from kvreuse.cache.policy import RETURN_CREDIT, GhostHistory, make_policy, touch
+from kvreuse.cache.policy import Uses, make_policy
 from kvreuse.cache.spans import SpanAllocator
 from kvreuse.cache.tree import PrefixTree
 from kvreuse.cache.usage import Counters, StoreUsage, measure
@@ -27,8 +29,6 @@ from kvreuse.errors import ConfigError
 from kvreuse.types import MissReason, Scope
 
 __all__ = ["PrefixCache"]
-
-_MAX_GHOSTS = 131_072
 
 
 class PrefixCache:
@@ -63,18 +63,11 @@ class PrefixCache:
         self._structure = RLock()
         self._leases: set[Lease] = set()
         self._counters = Counters(Lock())
-        self._ghosts = GhostHistory(min(_MAX_GHOSTS, num_slots // block_size))
         self._spans = SpanAllocator(num_slots)
         self._tree = PrefixTree(self._spans, block_size=block_size)
-        sort_key = make_policy(policy, lru_weights=lru_weights)
-        self._evictor = Evictor(
-            self._tree,
-            self._spans,
-            sort_key=sort_key,
-            counters=self._counters,
-            ghosts=self._ghosts,
-            on_evict=on_evict,
-        )
+        chosen = make_policy(policy, lru_weights=lru_weights, num_blocks=num_slots // block_size)
+        self._uses = Uses(chosen, num_slots=num_slots, clock=clock)
+        self._evictor = Evictor(self._tree, self._spans, uses=self._uses, counters=self._counters, on_evict=on_evict)
         self._placer = Placer(self._tree, self._spans, evictor=self._evictor, move_slots=move_slots)
 
     def acquire(
@@ -97,7 +90,7 @@ class PrefixCache:
             return lease
         query = self._query(token_ids, scope, hashes)
         lease = self._open(scope, list(query.hashes), keeps=True)
-        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._pass)
+        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._uses.reuse)
         self._take(lease, walk)
         if query.limit == 0:
             lease.miss_reason = MissReason.BELOW_MIN
@@ -105,10 +98,8 @@ class PrefixCache:
             with self._structure:
                 self._match_rest(lease, query, walk)
                 if walk.num_blocks < query.limit:
-                    why = why_not_more(self._tree, self._ghosts, query=query, walk=walk)
+                    why = why_not_more(self._tree, self._uses.ghosts, query=query, walk=walk)
                     lease.miss_reason, lease.diverged_at = why
-        if lease.tail is not None and not lease.tail.is_fork:
-            self._tree.use(lease.tail, self._use)
         lease.num_cached_tokens = lease.num_committed_tokens
         hit = lease.num_cached_tokens
         if is_counted:
@@ -179,7 +170,7 @@ class PrefixCache:
             self.trim(lease, 0)
             lease.is_released = True
             for node in list(lease.chain()):
-                self._tree.unpin(node, lambda node: self._use(node, num_uses=0.0))
+                self._tree.unpin(node, self._uses.touch)
                 self._evictor.offer(node)
             lease.tail = lease.written = None
             with self._counters.lock:
@@ -247,12 +238,12 @@ class PrefixCache:
     def _match_rest(self, lease: Lease, query: Query, walk: Walk) -> None:
         """Go on where whole nodes ended, now with the structure lock: into part of a node."""
         fresh_after = self._fresh_after()
-        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._pass)
+        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._uses.reuse)
         if walk.stale is not None:
             self._evictor.expire(walk.stale, fresh_after=fresh_after)
         if walk.inside is not None and walk.num_inside:
             upper = self._tree.split(walk.inside, walk.num_inside)
-            self._tree.pin(upper, self._pass)
+            self._tree.pin(upper, self._uses.reuse)
             walk.runs.append((upper.span.start, upper.span.length))
             walk.node = upper
             walk.num_blocks += upper.num_blocks
@@ -262,52 +253,48 @@ class PrefixCache:
     def _share(self, lease: Lease, token_ids: Sequence[int], end: int) -> None:
         """Switch to the nodes that hold the same blocks already."""
         begin = lease.num_committed_tokens
-        walk = Walk()
-        walk.node, walk.num_blocks = lease.tail, begin // self.block_size
+        walk = Walk(lease.tail, begin // self.block_size)
         query = Query(lease.hashes, pack_tokens(token_ids[:end]), scope=lease.scope, limit=end // self.block_size)
-        private = lease.private
         self._match_rest(lease, query, walk)
         shared = lease.num_committed_tokens - begin
-        if shared and private is not None:
-            front, lease.private = self._spans.cut(private, shared)
+        if shared and lease.private is not None:
+            front, lease.private = self._spans.cut(lease.private, shared)
             self._spans.free(front)
         # Its place in the index is taken by another block: this lease can store no more.
         lease.keeps = not walk.is_collision
 
     def _store(self, lease: Lease, packed: bytes, end: int) -> None:
         """Blocks [num_committed_tokens, end) of the private span become a node, or more of the one written before."""
-        num_slots = end - lease.num_committed_tokens
-        if lease.private is None or not self._has_quota(lease.scope.tenant, num_slots):
+        num_slots, quota = end - lease.num_committed_tokens, self._quota_slots
+        if quota is not None and not self._evictor.keep_quota(lease.scope.tenant, num_slots, max_slots=quota):
             return
+        new = lease.hashes[lease.num_committed_tokens // self.block_size : end // self.block_size]
+        self._uses.num_written_slots += num_slots
+        # Blocks that return do not become one node with those behind them, which are new: their chances differ.
+        for num_uses, group in groupby(new, key=self._uses.returns):
+            hashes = b"".join(group)
+            size = len(hashes) // HASH_BYTES * self.block_size * TOKEN_BYTES
+            if lease.keeps:
+                self._append(lease, hashes, packed[:size], num_uses=num_uses)
+            packed = packed[size:]
+
+    def _append(self, lease: Lease, hashes: bytes, packed: bytes, *, num_uses: int) -> None:
+        """The next blocks of the private span go to the end of the chain."""
+        if self._tree.find(hashes[:HASH_BYTES]) is not None or lease.private is None:  # a collision: the place is taken
+            lease.keeps = False
+            return
+        num_slots, tail = len(packed) // TOKEN_BYTES, lease.tail
         span, lease.private = self._spans.cut(lease.private, num_slots)
         join_run(lease.node_runs, span.start, num_slots)
-        new = lease.hashes[lease.num_committed_tokens // self.block_size : end // self.block_size]
-        lease.num_committed_tokens = end
-        ghosts = [self._ghosts.forget(block_hash) for block_hash in new]
-        self._counters.num_committed_slots += num_slots
-        hashes, tail = b"".join(new), lease.tail
-        if tail is not None and tail is lease.written and self._tree.extend(tail, hashes, packed, span):
+        lease.num_committed_tokens += num_slots
+        level = self._uses.policy.level(num_uses)
+        self._uses.policy.stored(level, len(hashes) // HASH_BYTES)
+        is_ours = tail is not None and tail is lease.written and tail.level == level
+        if tail is not None and is_ours and self._tree.extend(tail, hashes, packed, span):
             return
         parent = self._tree.make_root(lease.scope) if tail is None else tail
-        known = RETURN_CREDIT if ghosts[0] is not None else 0.0
-        lease.tail = lease.written = self._tree.add(
-            parent, hashes, packed, span=span, use=lambda node: self._use(node, num_uses=1.0 + known)
-        )
-
-    def _has_quota(self, tenant: str, num_slots: int) -> bool:
-        """May the tenant keep so much more? Evicts its own unpinned blocks when that helps."""
-        if self._quota_slots is None:
-            return True
-        excess = self._tree.tenant_slots.get(tenant, 0) + num_slots - self._quota_slots
-        return excess <= 0 or self._evictor.evict_tenant(tenant, excess) >= excess
-
-    def _use(self, node: Node, *, num_uses: float = 1.0) -> None:
-        turnover = self._counters.num_committed_slots / self._spans.num_slots
-        touch(node, now=self._clock(), turnover=turnover, uses=num_uses)
-
-    def _pass(self, node: Node) -> None:
-        """A match goes through. A use only at a fork: the next turn of one conversation says nothing of others."""
-        self._use(node, num_uses=float(node.is_fork))
+        use = partial(self._uses.begin, num_uses=num_uses)
+        lease.tail = lease.written = self._tree.add(parent, hashes, packed, span=span, use=use)
 
     def _fresh_after(self) -> float:
         return self._clock() - self._ttl_s

@@ -127,10 +127,6 @@ class PrefixTree:
             self._pin(bucket, node)
             use(node)
 
-    def use(self, node: Node, use: Callable[[Node], None]) -> None:
-        with self.bucket_of(node).lock:
-            use(node)
-
     def unpin(self, node: Node, use: Callable[[Node], None]) -> None:
         """Drop one pin; the node becomes its parent's most recently used child."""
         bucket = self.bucket_of(node)
@@ -212,7 +208,7 @@ class PrefixTree:
         with ExitStack() as stack:
             for number in sorted({upper.hashes[0] % _NUM_BUCKETS, second[0] % _NUM_BUCKETS}):
                 stack.enter_context(self._buckets[number].lock)
-            upper.pins, upper.frequency = node.pins, node.frequency
+            upper.pins, upper.num_uses, upper.level = node.pins, node.num_uses, node.level
             upper.last_used_s, upper.last_turnover = node.last_used_s, node.last_turnover
             upper.span, node.span = self._spans.split(node.span, num_blocks * self.block_size)
             upper.span.owner, node.span.owner = upper, node

@@ -29,7 +29,6 @@ class Counters:
     num_purged_blocks: int = 0
     num_oom: int = 0  # reservations refused
     num_moves: int = 0  # spans moved by compaction
-    num_committed_slots: int = 0
     max_used_slots: int = 0
 
     def add(self, **amounts: int) -> None:
