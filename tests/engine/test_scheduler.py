@@ -208,3 +208,14 @@ def test_random_traffic_ends_with_everything_given_back(seed):
     usage = world.cache.usage()
     assert (usage.private_slots, usage.pinned_slots) == (0, 0)
     assert world.failed == []
+
+
+def test_the_expected_hits_of_other_pool_sizes_follow_the_prompts(monkeypatch):
+    monkeypatch.setattr("kvreuse.engine.scheduler.CURVE_SAMPLING", 1)
+    world = World(num_slots=400)
+    for number in range(10):
+        world.add(str(number), [*_unique(number % 5, 40), number], num_new=1)
+        world.run()
+    expected = {name: world.scheduler.snapshot(num_slots=120)[f"expected_cached_tokens_{name}x"] for name in ("1", "2")}
+    # Five prompts of 40 tokens take turns: a pool of 120 has forgotten each before it returns, one of 240 has not.
+    assert expected == {"1": 0, "2": 5 * 40}

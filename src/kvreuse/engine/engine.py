@@ -132,12 +132,8 @@ class Engine:
         """Gauges and counters of this moment, as plain numbers."""
         scheduler, usage = self._parts.scheduler, self._parts.cache.usage()
         return {
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
+            **scheduler.snapshot(num_slots=self._parts.pool.num_slots),
             "steps": self._num_steps,
-            "preempted": scheduler.num_preempted,
-            "prefilled_tokens": scheduler.num_prefilled_tokens,
-            "lookup_s": scheduler.lookup_s,
             "bytes_per_token": self._parts.pool.layout.bytes_per_token,
             "store": usage,
             "audits": self._auditor.num_audits,

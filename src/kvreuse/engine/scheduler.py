@@ -16,11 +16,14 @@ from kvreuse.engine.sequence import Sequence
 from kvreuse.engine.waiting import GroupRules, InFlight, WaitingRoom
 from kvreuse.errors import OverloadedError
 from kvreuse.kv.tiers.stack import Fetched
+from kvreuse.telemetry.miss_curve import MissCurve
 
 __all__ = ["Scheduled", "Scheduler", "SchedulerLimits"]
 
 # Slots reserved beyond what is needed now, so that a decoding sequence seldom has to grow.
 LOOKAHEAD = 64
+# The online miss-ratio curve follows one block in so many, and remembers this many of them.
+CURVE_SAMPLING, CURVE_BLOCKS = 8, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # admission order: the last is preempted first
         self._waiting = WaitingRoom(limits.groups, clock)
         self._in_flight = InFlight()
+        self._curve = MissCurve(block_size=cache.block_size, sample_every=CURVE_SAMPLING, max_blocks=CURVE_BLOCKS)
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
         self.lookup_s = 0.0
@@ -78,6 +82,18 @@ class Scheduler:
         """Sequences that do not yet."""
         return len(self._waiting) + len(self._in_flight) + (self._lower.num_loading if self._lower else 0)
 
+    def snapshot(self, *, num_slots: int) -> dict[str, float]:
+        """Counters, and the prompt tokens that a pool of half to four times `num_slots` would have served."""
+        sizes = {"0_5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "preempted": self.num_preempted,
+            "prefilled_tokens": self.num_prefilled_tokens,
+            "lookup_s": self.lookup_s,
+            **{f"expected_cached_tokens_{name}x": self._curve.hit_tokens(f * num_slots) for name, f in sizes.items()},
+        }
+
     def held_until_s(self) -> float | None:
         """When to schedule again although nothing happened; None when only an event can change anything."""
         loaded_by_s = self._lower.next_deadline_s() if self._lower else None
@@ -87,7 +103,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        sequence.hashes()
+        hashes = sequence.hashes()
+        if sequence.request.reuse:
+            self._curve.add(hashes, num_prompt_tokens=sequence.num_prompt_tokens)
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:

@@ -80,6 +80,26 @@ METRICS = (
     _gauge("kvreuse_kv_pinned_slots", "store_pinned_slots", "Slots of shared prefixes that are in use now"),
     _gauge("kvreuse_kv_free_slots", "store_free_slots", "Slots that hold nothing"),
     _gauge("kvreuse_kv_max_used_slots", "store_max_used_slots", "Most slots that were ever in use"),
+    _total(
+        "kvreuse_kv_expected_cached_tokens_0_5x_total",
+        "expected_cached_tokens_0_5x",
+        "Prompt tokens a pool half as large would have served",
+    ),
+    _total(
+        "kvreuse_kv_expected_cached_tokens_1x_total",
+        "expected_cached_tokens_1x",
+        "Prompt tokens a pool of this size would have served",
+    ),
+    _total(
+        "kvreuse_kv_expected_cached_tokens_2x_total",
+        "expected_cached_tokens_2x",
+        "Prompt tokens a pool twice as large would have served",
+    ),
+    _total(
+        "kvreuse_kv_expected_cached_tokens_4x_total",
+        "expected_cached_tokens_4x",
+        "Prompt tokens a pool four times as large would have served",
+    ),
     _gauge("kvreuse_kv_largest_free_slots", "store_largest_free_slots", "Longest run of free slots"),
     _gauge("kvreuse_kv_used_bytes", "store_used_bytes", "KV memory in use"),
     _gauge("kvreuse_kv_blocks", "store_num_blocks", "Blocks that a prompt can hit"),
