@@ -27,8 +27,9 @@ END
 }
 
 make_base() {
-  mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3-venv \
+  mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3-venv,usr-is-merged \
     --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
+    --customize-hook='chroot "$1" apt-get purge -qq usrmerge perl-modules-5.36 >/dev/null' \
     --customize-hook='chroot "$1" python3 -m venv /usr/local' bookworm "$work/base.tar"
   podman import --quiet --change 'ENV PATH=/usr/local/bin:/usr/bin:/bin' "$work/base.tar" "$base"
   rm "$work/base.tar"

@@ -139,8 +139,7 @@ def test_a_folder_without_a_model_ends_it_with_one_sentence(tmp_path: Path) -> N
 
 
 def test_the_healthcheck_asks_the_port_that_is_served(model: Path) -> None:
-    [facts] = json.loads(engine("image", "inspect", IMAGE))
-    word, *check = facts["Config"]["Healthcheck"]["Test"]
+    word, *check = json.loads(engine("image", "inspect", "-f", "{{json .Config.Healthcheck.Test}}", IMAGE))
     assert word == "CMD"
     with started(model, *ALONE, OPTION_PORT=9000) as container:
         container.wait_for_log("lifecycle: ready")
