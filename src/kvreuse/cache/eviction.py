@@ -153,9 +153,12 @@ class Evictor:
         candidates = [candidate for number in list(levels) for candidate in self._candidates(levels, number)]
         heapify(candidates)
         while freed < num_slots and candidates:
-            *_, number, entry = heappop(candidates)
-            changed, node = {number}, entry[2]
+            key, _, number, entry = heappop(candidates)
+            changed = {number}
             if is_current(entry):
+                entry = self._oldest_unless_worse(levels, entry, key)
+                node = entry[2]
+                changed.add(node.level)
                 wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
                 parent = node.parent
                 if self._drop(node, wanted, MissReason.EVICTED):
@@ -167,6 +170,11 @@ class Evictor:
                 for candidate in self._candidates(levels, changed_number):
                     heappush(candidates, candidate)
         return freed
+
+    def _oldest_unless_worse(self, levels: defaultdict[int, _Level], entry: _Entry, key: float) -> _Entry:
+        """The least recently used of all, when the entry's key is smaller by no more than the policy's margin."""
+        oldest = min(level.ends()[0] for level in levels.values() if level.ends())
+        return oldest if self._uses.key(oldest[2]) - key < self._uses.policy.margin else entry
 
     def _candidates(self, levels: defaultdict[int, _Level], number: int) -> Iterator[_Candidate]:
         """What of a level may go next, as it sorts: the first used before the last used where their keys are equal."""

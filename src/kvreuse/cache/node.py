@@ -49,11 +49,6 @@ class Node:
         return self.hashes[:HASH_BYTES]
 
     @property
-    def is_fork(self) -> bool:
-        """Do different continuations share it?"""
-        return len(self.children) > 1
-
-    @property
     def is_root(self) -> bool:
         return self.parent is None
 

@@ -37,12 +37,15 @@ class Usable(Protocol):
 class Policy:
     """The least recently used goes first; also what all policies have in common.
 
-    Of one level either the entry that was used first or the one that was used last goes, with equal keys the first.
+    Of one level either the entry that was used first or the one that was used last goes. margin: the first of all goes
+    unless another's key is smaller by more.
     """
+
+    margin = 0.0
 
     def __init__(self, weights: tuple[float, float], *, num_blocks: int) -> None:
         """weights: of frequency and recency. num_blocks: in the pool."""
-        self.weights = weights
+        del weights
         self.num_blocks = num_blocks
 
     def level(self, num_uses: int) -> int:
@@ -81,6 +84,8 @@ class SizeWeightedLRU(Policy):
 
     On traffic whose prompts return soon or never the value falls with age: least recently used goes first. Where they
     return after more turnovers than the pool has, the newest go first and some of the older survive to be hit.
+
+    weights: how much the learned value counts, and how sure it must be to overrule the order of last use.
     """
 
     # A level for 1, 2, 3, 4-5, 6-8, 9-13 and more uses.
@@ -90,22 +95,24 @@ class SizeWeightedLRU(Policy):
     _NUM_AGES = 11
     _FIRST_AGE = 1 / 8
     _FORGOTTEN = -1e9
-    # Known before anything is learned: the fate of so many blocks, of which more uses and younger ages hit more.
-    _PRIOR_POOLS = 1 / 16
+    # Known before anything is learned: the fate of so many blocks (a share of the pool, but not fewer than that), with
+    # so many hits per turnover, 2 ** -slope times as many with every octave of age.
+    _PRIOR_POOLS = 1 / 8
     _MIN_PRIOR_BLOCKS = 64.0
     _PRIOR_HITS = 0.7
-    _PRIOR_SLOPE = 0.6  # an octave of age costs so much of what a level brings
+    _PRIOR_SLOPE = 0.6
+    # So many times more is expected of a level than was seen of the one below, until it shows by itself.
+    _LEVEL_GAIN = 3.0
     _UPDATES_PER_TURNOVER = 16
     _HALF_LIFE_TURNOVERS = 32.0
-    _LEVEL_GAIN = 3.0
-    # Without these, noise in what was learned would overrule order and size.
-    _AGE_EXPONENT = 0.1
+    # log2 of how many times smaller the value must be than that of the least recently used: noise is about so large.
+    _MARGIN = 0.3
     _SIZE_EXPONENT = 0.05
 
     def __init__(self, weights: tuple[float, float], *, num_blocks: int) -> None:
         super().__init__(weights, num_blocks=num_blocks)
         self._by_value = weights[0] / 0.3
-        self._by_age = self._AGE_EXPONENT * weights[1] / 0.7
+        self.margin = self._MARGIN * weights[1] / 0.7
         self._widths = [self._FIRST_AGE] + [self._FIRST_AGE * 2**age for age in range(self._NUM_AGES - 1)]
         self._num_known = max(self._PRIOR_POOLS * num_blocks, self._MIN_PRIOR_BLOCKS)
         self._num_stored = [0.0] * self._NUM_LEVELS
@@ -126,13 +133,8 @@ class SizeWeightedLRU(Policy):
         if turnover >= self._next_update:
             self._learn()
             self._next_update = turnover + 1 / self._UPDATES_PER_TURNOVER
-        age = turnover - entry.last_turnover
-        value = self._values[entry.level][self._age_class(age)]
-        return (
-            self._by_value * value
-            - self._by_age * log2(age + self._FIRST_AGE)
-            - self._SIZE_EXPONENT * log2(entry.num_blocks)
-        )
+        value = self._values[entry.level][self._age_class(turnover - entry.last_turnover)]
+        return self._by_value * value - self._SIZE_EXPONENT * log2(entry.num_blocks)
 
     def _age_class(self, age: float) -> int:
         octave = int(age / self._FIRST_AGE).bit_length()
@@ -148,7 +150,6 @@ class SizeWeightedLRU(Policy):
                 num + self._num_known * width * e for num, width, e in zip(hits, self._widths, expected, strict=True)
             ]
             self._values.append(self._best(more, times))
-            # Of the next level, that is of blocks with more uses, no less is expected than was seen of this one.
             expected = [self._LEVEL_GAIN * num / time for num, time in zip(more, times, strict=True)]
         fade = 0.5 ** (1 / self._UPDATES_PER_TURNOVER / self._HALF_LIFE_TURNOVERS)
         self._num_stored = [num * fade for num in self._num_stored]
