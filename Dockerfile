@@ -16,11 +16,12 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PYTHONDONTWRITEBYTECODE=1
 # Every package is checked against its hash. Without the tests and compilers that some bring along.
 ARG TORCH=cuda
-ARG TORCH_CPU_WHEELS=https://download.pytorch.org/whl/cpu/torch/
+# With TORCH=cpu: a folder or page with the CPU wheels of torch, unless pip knows one already.
+ARG TORCH_CPU_WHEELS=
 WORKDIR /opt/venv/lib/python3.11/site-packages
 COPY container/torch-${TORCH}.lock /opt/locks/torch.lock
 RUN python3 -m venv /opt/venv \
-    && if [ "$TORCH" = cpu ]; then set -- --find-links "$TORCH_CPU_WHEELS"; fi \
+    && if [ "$TORCH" = cpu ]; then set -- ${TORCH_CPU_WHEELS:+--find-links "$TORCH_CPU_WHEELS"}; fi \
     && /opt/venv/bin/pip install --no-compile --no-deps --require-hashes -r /opt/locks/torch.lock "$@" \
     && rm -rf torch/test torch/include torch/bin/*est* torch/bin/protoc* \
     && find sympy networkx -type d -name tests -prune -exec rm -rf {} + \

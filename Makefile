@@ -35,13 +35,13 @@ image-test: .venv/dev
 	tests/image/run.sh
 
 # What the image installs, with hashes, within constraints.txt. TORCH_WHEELS: a folder or page with torch's CPU wheels.
-TORCH_WHEELS ?= https://download.pytorch.org/whl/cpu/torch/
+TORCH_WHEELS ?=
 UV := $(BIN)/uv pip compile -q --no-header --no-annotate --generate-hashes -c constraints.txt \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_28
 lock: .venv/dev
 	$(BIN)/pip install -q uv
 	sed -n '/^torch==/p' constraints.txt | $(UV) - -o container/torch-cuda.lock
-	sed -n 's/^torch==.*/&+cpu/p' constraints.txt | $(UV) --find-links $(TORCH_WHEELS) - -o container/torch-cpu.lock
+	sed -n 's/^torch==.*/&+cpu/p' constraints.txt | $(UV) $(addprefix --find-links ,$(TORCH_WHEELS)) - -o container/torch-cpu.lock
 	$(UV) $$(sed -n 's/^\(torch\|triton\|cuda-[^=]*\|nvidia-[^=]*\)==.*/--no-emit-package \1/p' container/torch-cuda.lock) \
 		pyproject.toml --extra grammar --extra remote --extra otel -o container/requirements.lock
 

@@ -24,6 +24,7 @@ __all__ = ["BENCHES", "add_parser", "run"]
 # name -> (module with add_flags(parser) and measure(args) -> Report, help)
 BENCHES = {
     "decode": ("kvreuse.ops.bench.decode", "one decode step on a shared prefix and on private copies"),
+    "precision": ("kvreuse.ops.bench.precision", "what each stored form of KV costs in bytes and in answers"),
     "restart": ("kvreuse.ops.bench.restart", "first requests after a kill and on a new instance"),
     "policy": ("kvreuse.ops.bench.policy", "what eviction keeps of a trace of prompts, without a model"),
     "templates": ("kvreuse.ops.bench.templates", "time, throughput and memory of templated prompts"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvreuse.engine.parts import EngineParts
     from kvreuse.engine.scheduler import Scheduled
 
-__all__ = ["add_flags", "measure"]
+__all__ = ["add_flags", "make_items", "measure", "scheduled"]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +73,11 @@ def measure(args: argparse.Namespace) -> Report:
 
 def _prefill(parts: EngineParts, prefix: list[int]) -> None:
     """Compute the prefix once and commit it."""
-    [item] = _items(parts, [[*prefix, 1]], reuse=True)
+    [item] = make_items(parts, [[*prefix, 1]], reuse=True)
     block_size = parts.cache.block_size
     for start in range(0, len(prefix), 512):
         num_tokens = min(512, len(prefix) - start)
-        parts.runner.run([_scheduled(item, num_tokens)])
+        parts.runner.run([scheduled(item, num_tokens)])
         item.sequence.num_computed_tokens += num_tokens
     parts.cache.commit(item.lease, item.sequence.token_ids, num_computed_tokens=len(prefix) // block_size * block_size)
     parts.cache.release(item.lease)
@@ -88,7 +88,7 @@ def _sequences(
 ) -> list[Scheduled]:
     """Sequences that have computed the prefix and are about to compute one token of their own."""
     prompts = [[*prefix, 3 + i % (parts.vocab_size - 3)] for i in range(args.sequences)]
-    items = _items(parts, prompts, reuse=is_shared, num_more=args.steps + 2)
+    items = make_items(parts, prompts, reuse=is_shared, num_more=args.steps + 2)
     with parts.cache.acquire([*prefix, 1], scope=items[0].sequence.request.scope) as source:
         for item in items:
             done = item.lease.num_cached_tokens
@@ -101,12 +101,13 @@ def _sequences(
             item.sequence.num_computed_tokens = position
     for item in items:  # what is left of a prefix that is no whole number of blocks
         while item.sequence.num_uncomputed_tokens > 1:
-            parts.runner.run([_scheduled(item, item.sequence.num_uncomputed_tokens - 1)])
+            parts.runner.run([scheduled(item, item.sequence.num_uncomputed_tokens - 1)])
             item.sequence.num_computed_tokens = len(item.sequence.token_ids) - 1
     return items
 
 
-def _items(parts: EngineParts, prompts: list[list[int]], *, reuse: bool, num_more: int = 0) -> list[Scheduled]:
+def make_items(parts: EngineParts, prompts: list[list[int]], *, reuse: bool, num_more: int = 0) -> list[Scheduled]:
+    """Sequences with their leases, nothing computed beyond what was cached. Raises ConfigError without room."""
     from kvreuse.engine.scheduler import Scheduled
     from kvreuse.engine.sequence import Answers, Sequence
     from kvreuse.types import Request
@@ -124,7 +125,8 @@ def _items(parts: EngineParts, prompts: list[list[int]], *, reuse: bool, num_mor
     return items
 
 
-def _scheduled(item: Scheduled, num_tokens: int) -> Scheduled:
+def scheduled(item: Scheduled, num_tokens: int) -> Scheduled:
+    """The next so many tokens of the same sequence."""
     return type(item)(item.sequence, item.lease, num_tokens)
 
 
