@@ -219,3 +219,14 @@ def test_the_expected_hits_of_other_pool_sizes_follow_the_prompts(monkeypatch):
     expected = {name: world.scheduler.snapshot(num_slots=120)[f"expected_cached_tokens_{name}x"] for name in ("1", "2")}
     # Five prompts of 40 tokens take turns: a pool of 120 has forgotten each before it returns, one of 240 has not.
     assert expected == {"1": 0, "2": 5 * 40}
+
+
+def test_similar_prompts_that_share_no_first_block_are_admitted_together():
+    world = World(max_batch_size=1, group_similarity=0.85)
+    template = _unique(3, 200)
+    world.add("alone", _unique(9, 200), num_new=1)
+    for number in range(3):
+        world.add(f"similar{number}", [number, *template], num_new=1)
+    order = [name for did in world.run() for name in did]
+    assert list(dict.fromkeys(order)) == ["similar0", "similar1", "similar2", "alone"]
+    assert world.cache.usage().hit_tokens == 0

@@ -155,6 +155,11 @@ class Config:
         1, kinds.integer(1, 4096), "Requests of one prefix to wait for before they start, at most max_batch_size"
     )
     group_max_wait_ms: int = option(0, kinds.integer(0, 60_000), "Longest wait for group_min_size", unit="milliseconds")
+    group_similarity: float | None = option(
+        None,
+        kinds.optional(kinds.number(0, 1, above_low=True)),
+        "Admit prompts of at least this similarity (0.85 is usual) one after the other; auto goes by the first block",
+    )
     max_queue_delay_ms: int = option(
         1000, kinds.integer(0, 600_000), "Longest extra wait so that others share a prefix", unit="milliseconds"
     )

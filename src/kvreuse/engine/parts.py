@@ -147,6 +147,7 @@ def _limits(config: Config, concurrency: int) -> SchedulerLimits:
             group_min_size=config.group_min_size,
             group_max_wait_s=config.group_max_wait_ms / 1e3,
             max_queue_delay_s=config.max_queue_delay_ms / 1e3,
+            group_similarity=config.group_similarity,
         ),
     )
 

@@ -40,6 +40,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     passed_over_s: float | None = None
+    group: bytes = b""  # of similar prompts, where these are grouped
     is_let_go: bool = False  # has waited for its group
     has_tried_tiers: bool = False
     _num_hashed: int = 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvreuse.engine.sequence import Sequence
+from kvreuse.engine.similarity import SimilarityGroups
 
 __all__ = ["GroupRules", "InFlight", "WaitingRoom"]
 
@@ -25,6 +26,7 @@ class GroupRules:
     group_min_size: int = 1
     group_max_wait_s: float = 0.0
     max_queue_delay_s: float = 1.0
+    group_similarity: float | None = None  # None: a group is a first block
 
 
 class WaitingRoom:
@@ -35,6 +37,7 @@ class WaitingRoom:
         self._clock = clock
         self._queue: dict[Sequence, None] = {}  # arrival order, the preempted first
         self._group_sizes: Counter[bytes] = Counter()
+        self._similar = None if rules.group_similarity is None else SimilarityGroups(rules.group_similarity)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -44,6 +47,8 @@ class WaitingRoom:
 
     def add(self, sequence: Sequence) -> None:
         """Join at the end."""
+        if self._similar is not None:
+            sequence.group = self._similar.group_of(sequence.token_ids)
         self._queue[sequence] = None
         self._group_sizes[_group(sequence)] += 1
 
@@ -70,7 +75,13 @@ class WaitingRoom:
         if len(head) < 2:
             return head
         return sorted(
-            head, key=lambda s: (not self._is_overdue(s, now), num_resident(s) == 0, -self._group_sizes[_group(s)])
+            head,
+            key=lambda s: (
+                not self._is_overdue(s, now),
+                num_resident(s) == 0,
+                -self._group_sizes[_group(s)],
+                _group(s) if self._similar is not None else b"",  # equally large groups one after the other
+            ),
         )
 
     def passed_over(self, chosen: Sequence) -> None:
@@ -102,7 +113,7 @@ class WaitingRoom:
 
 
 def _group(sequence: Sequence) -> bytes:
-    return sequence.hasher.hashes[0] if sequence.hasher.hashes else b""
+    return sequence.group or (sequence.hasher.hashes[0] if sequence.hasher.hashes else b"")
 
 
 class InFlight:
