@@ -21,13 +21,14 @@ __all__ = ["fill", "load_templates", "samples"]
 _PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 
-def load_templates(path: Path) -> dict[str, Template]:
+def load_templates(path: Path | str, *, text: str | None = None) -> dict[str, Template]:
     """Templates by id: a list of objects with `id`, `text` or `messages`, `variables` (defaults), and how to warm them.
 
-    YAML, of which JSON is a part. Raises ConfigError in one sentence.
+    YAML, of which JSON is a part. text: the manifest itself, where `path` is only its name. Raises ConfigError in one
+    sentence.
     """
     try:
-        items = yaml.safe_load(path.read_text(encoding="utf-8"))
+        items = yaml.safe_load(Path(path).read_text(encoding="utf-8") if text is None else text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"cannot read the templates of {path}: {str(error).splitlines()[0]}") from error
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):

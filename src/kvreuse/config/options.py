@@ -192,7 +192,7 @@ class Config:
     )
     templates_file: str | None = option(
         None,
-        kinds.optional(kinds.text("a file")),
+        kinds.optional(kinds.text("a file or s3://bucket/key")),
         "YAML or JSON file of prompt templates that requests may name; auto is none",
     )
     warmup_budget_s: float = option(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvreuse.api.call import Rules
+from kvreuse.api.call import Rules, Template
 from kvreuse.api.errors import error_object
 from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
 from kvreuse.api.templates import load_templates
@@ -122,7 +122,7 @@ def _import_engine() -> type[Engine]:
 
 def _load(config: Config, stats: Stats) -> Service:
     engine_type = _import_engine()
-    templates = load_templates(Path(config.templates_file)) if config.templates_file else {}
+    templates = _templates(config.templates_file) if config.templates_file else {}
     return Service(
         engine_type.load(config, stats=stats),
         stats=stats,
@@ -136,3 +136,11 @@ def _load(config: Config, stats: Stats) -> Service:
         rules=Rules(max_n=config.max_n, template_variables=config.template_variables or {}, templates=templates),
         tenancy=Tenancy(mode=config.tenant_mode, header=config.tenant_header, secret=config.tenant_secret),
     )
+
+
+def _templates(source: str) -> dict[str, Template]:
+    if not source.startswith("s3://"):
+        return load_templates(source)
+    from kvreuse.kv.tiers.s3 import fetch_text  # boto3 takes a second
+
+    return load_templates(source, text=fetch_text(source))

@@ -9,7 +9,9 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from kvreuse.kv.tiers.s3 import S3Tier
+from kvreuse.api.templates import load_templates
+from kvreuse.errors import ConfigError
+from kvreuse.kv.tiers.s3 import S3Tier, fetch_text
 from tests.kv.tiers.contract import TierContract
 from tests.kv.tiers.harness import NAMESPACE, OTHER_NAMESPACE, is_same, load, make_block, put_all, silent_server
 from tests.kv.tiers.test_disk import DAMAGE
@@ -175,3 +177,14 @@ def test_a_bucket_that_is_not_there_is_a_tier_that_stores_nothing(open_s3, endpo
     tier = open_s3()
     assert not tier.put(make_block(1))
     assert (tier.usage().is_healthy, tier.usage().num_errors) == (False, 1)
+
+
+def test_a_template_manifest_is_read_from_s3(bucket):
+    bucket.put_object(Key="a/templates.yaml", Body=b"- {id: letter, text: 'Dear {{name}}'}\n")
+    url = f"s3://{BUCKET}/a/templates.yaml"
+    assert load_templates(url, text=fetch_text(url))["letter"].body == "Dear {{name}}"
+
+
+def test_a_manifest_that_is_not_there_is_one_sentence(bucket):
+    with pytest.raises(ConfigError, match=f"cannot read s3://{BUCKET}/none.yaml"):
+        fetch_text(f"s3://{BUCKET}/none.yaml")

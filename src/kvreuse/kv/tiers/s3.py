@@ -18,6 +18,7 @@ from botocore.config import Config as ClientConfig
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
+from kvreuse.errors import ConfigError
 from kvreuse.kv.tiers.base import FAULT
 from kvreuse.kv.tiers.block import Block
 from kvreuse.kv.tiers.booked import BookedTier, Found
@@ -25,7 +26,7 @@ from kvreuse.kv.tiers.deadline import Deadline
 from kvreuse.kv.tiers.entry import FIXED_BYTES, MAX_HEADER_BYTES, Header, block_of, entry_size, header_bytes, view_of
 from kvreuse.types import Tier
 
-__all__ = ["S3Tier"]
+__all__ = ["S3Tier", "fetch_text"]
 
 _GETS_AT_ONCE = 16
 T = TypeVar("T")
@@ -173,3 +174,13 @@ class S3Tier(BookedTier):
             if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
                 raise KeyError("there is no such object") from None
             raise
+
+
+def fetch_text(url: str) -> str:
+    """The UTF-8 text of `s3://bucket/key`. Raises ConfigError in one sentence."""
+    bucket, _, key = url.removeprefix("s3://").partition("/")
+    try:
+        body: bytes = boto3.client("s3").get_object(Bucket=bucket, Key=key)["Body"].read()
+        return body.decode("utf-8")
+    except (BotoCoreError, ClientError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {url}: {str(error).splitlines()[0]}") from error
