@@ -38,10 +38,15 @@ class _Level:
     def __init__(self) -> None:
         self._oldest: list[_Entry] = []  # a heap
         self._newest: list[_Entry] = []  # a stack
+        self._max_entries = _MIN_TO_SWEEP
 
     def push(self, entry: _Entry) -> None:
         heappush(self._oldest, entry)
         self._newest.append(entry)
+        if max(len(self._oldest), len(self._newest)) > self._max_entries:
+            self._newest = [entry for entry in self._newest if is_current(entry)]
+            self._oldest = sorted(self._newest)
+            self._max_entries = 2 * len(self._newest) + _MIN_TO_SWEEP
 
     def ends(self) -> list[_Entry]:
         """The entries that were used first and last: two, one or none."""
@@ -51,16 +56,6 @@ class _Level:
             self._newest.pop()
         first, last = self._oldest[:1], self._newest[-1:]
         return first if first == last else first + last
-
-    @property
-    def num_entries(self) -> int:
-        """Those that count no more included."""
-        return max(len(self._oldest), len(self._newest))
-
-    def sweep(self) -> None:
-        """Drop what counts no more."""
-        self._newest = [entry for entry in self._newest if is_current(entry)]
-        self._oldest = sorted(self._newest, key=lambda entry: entry[:2])
 
     def __contains__(self, node: Node) -> bool:
         return any(entry[2] is node and is_current(entry) for entry in self._oldest)
@@ -173,7 +168,8 @@ class Evictor:
 
     def _oldest_unless_worse(self, levels: defaultdict[int, _Level], entry: _Entry, key: float) -> _Entry:
         """The least recently used of all, when the entry's key is smaller by no more than the policy's margin."""
-        oldest = min(level.ends()[0] for level in levels.values() if level.ends())
+        firsts = [end for level in levels.values() for end in level.ends()[:1]]
+        oldest = min(firsts, default=entry)  # none when matchers have pinned them all meanwhile
         return oldest if self._uses.key(oldest[2]) - key < self._uses.policy.margin else entry
 
     def _candidates(self, levels: defaultdict[int, _Level], number: int) -> Iterator[_Candidate]:
@@ -184,10 +180,7 @@ class Evictor:
     def _file(self, node: Node, levels: defaultdict[int, _Level]) -> None:
         self._num_stamps += 1
         node.stamp = self._num_stamps
-        level = levels[node.level]
-        level.push((node.last_used_s, node.stamp, node))
-        if level.num_entries > _MIN_TO_SWEEP and level.num_entries > 4 * self._tree.num_nodes:
-            level.sweep()
+        levels[node.level].push((node.last_used_s, node.stamp, node))
 
     def _drop_all(self, nodes: list[Node], reason: MissReason) -> int:
         """Drop the nodes, deeper ones before; what is pinned or above something that stays is left."""
