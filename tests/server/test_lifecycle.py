@@ -171,3 +171,15 @@ def test_sigterm_while_loading_exits_0(served: list[Served], port: int) -> None:
     one.wait_for_ping(503)
     one.process.terminate()
     assert one.process.wait(20) == 0
+
+
+def test_accepted_connections_send_without_delay() -> None:
+    from kvreuse.config import Config
+    from kvreuse.server import lifecycle
+
+    listener = lifecycle._bind(Config(host="127.0.0.1", port=0))
+    with listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            # What asyncio asks before it sets TCP_NODELAY.
+            assert (accepted.type, accepted.proto) == (socket.SOCK_STREAM, socket.IPPROTO_TCP)
