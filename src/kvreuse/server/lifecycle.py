@@ -73,7 +73,7 @@ def main(config: Config) -> int:
 
 def _bind(config: Config) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    # asyncio sends without delay (TCP_NODELAY) only on sockets that name TCP; otherwise an answer waits 40 ms for an ACK.
+    # asyncio sends without delay (TCP_NODELAY) only on sockets that name TCP; else an answer waits 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((config.host, config.port))
