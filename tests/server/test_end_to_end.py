@@ -113,10 +113,18 @@ def test_the_official_client_chats(container: Container) -> None:
 
 
 def test_an_answer_that_must_be_json_is(container: Container) -> None:
-    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    # Closed and greedy: nothing that the model could go on with until its tokens are used up.
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
     messages = [{"role": "user", "content": "Name the capital of France."}]
-    answer = container.post({"messages": messages, "response_format": wanted, "max_tokens": 60}).json()
+    answer = container.post(
+        {"messages": messages, "response_format": wanted, "max_tokens": 60, "temperature": 0}
+    ).json()
     assert json.loads(answer["choices"][0]["message"]["content"])["city"] in ("Paris", "Rome")
     wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
     refused = container.post({"messages": messages, "response_format": wanted})
