@@ -84,7 +84,8 @@ def started(folder: Path, options: Mapping[str, object], *, command: Sequence[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    given = {"OPTION_HOST": "127.0.0.1", "SAGEMAKER_BIND_TO_PORT": str(port)}
+    # No audits by chance: they run beside what a test counts.
+    given = {"OPTION_HOST": "127.0.0.1", "SAGEMAKER_BIND_TO_PORT": str(port), "OPTION_AUDIT_RATE": "0"}
     given |= {f"OPTION_{name.upper()}": str(value) for name, value in options.items()}
     given |= {"KVREUSE_PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "src")}
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:

@@ -32,6 +32,7 @@ class Container:
         self.log = log
         settings = {
             "OPTION_MODEL_ID": "demo",
+            "OPTION_AUDIT_RATE": "0",
             "OPTION_KV_CACHE_MEMORY_BYTES": str(256 * 2**20),
             "OPTION_MAX_MODEL_LEN": "2048",
             "OPTION_HOST": "127.0.0.1",
