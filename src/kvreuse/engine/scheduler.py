@@ -208,7 +208,8 @@ class Scheduler:
         for sequence in self._waiting.candidates(self._num_resident):
             if not budget or len(self._running) >= self._limits.max_batch_size:
                 return
-            if self._must_wait(sequence) or self._load(sequence):
+            num_resident = self._num_resident(sequence)
+            if self._must_wait(sequence, num_resident) or self._load(sequence, num_resident):
                 continue
             if not self._start(sequence):
                 if not self._running:
@@ -224,11 +225,11 @@ class Scheduler:
             return 0
         return self._cache.peek(sequence.token_ids, scope=sequence.request.scope, hashes=sequence.hashes())
 
-    def _must_wait(self, sequence: Sequence) -> bool:
+    def _must_wait(self, sequence: Sequence, num_resident: int) -> bool:
         """Single flight: somebody is computing the next block that this sequence needs."""
         if not sequence.request.reuse:
             return False
-        next_block = self._num_resident(sequence) // self._cache.block_size
+        next_block = num_resident // self._cache.block_size
         num_matchable = (len(sequence.token_ids) - 1) // self._cache.block_size
         awaited = self._in_flight.last_claimed(sequence.hashes()[next_block:num_matchable])
         if awaited is None:
@@ -237,11 +238,10 @@ class Scheduler:
         self._in_flight.block(sequence, awaited)
         return True
 
-    def _load(self, sequence: Sequence) -> bool:
+    def _load(self, sequence: Sequence, num_resident: int) -> bool:
         """Storage has more of the prompt, and is asked for it."""
         if self._lower is None:
             return False
-        num_resident = self._num_resident(sequence)
         if not self._lower.load(sequence, num_resident=num_resident, on_arrival=self._arrived):
             return False
         self._waiting.remove(sequence)

@@ -6,7 +6,7 @@ Pure bookkeeping. Knows hashes and times. Knows nothing of memory or tensors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -41,9 +41,6 @@ class WaitingRoom:
 
     def __len__(self) -> int:
         return len(self._queue)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._queue)
 
     def add(self, sequence: Sequence) -> None:
         """Join at the end."""
