@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvreuse.api.call import Meta, View
-from kvreuse.api.openai_view import ChatView, TextView
+from kvreuse.api.openai_view import OpenAIView
 from kvreuse.api.sagemaker_view import SageMakerView
 from kvreuse.errors import KVReuseError, OverloadedError
 from kvreuse.types import CacheFacts, Completion, Delta, Done, FinishReason, TokenLogprob
@@ -20,8 +20,8 @@ LOGPROBS = (TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -math.inf
 
 def view(kind: str, **settings: Any) -> View:
     if kind == "hf":
-        return SageMakerView(**{"prompts": (), "is_list": False, "has_details": True, "n": 1, **settings})
-    return (ChatView if kind == "chat" else TextView)(includes_usage=False, **settings)
+        return SageMakerView(**{"has_details": True, **settings})
+    return OpenAIView(is_chat=kind == "chat", **settings)
 
 
 def done(text: str = "hi", *, reason: FinishReason = FinishReason.EOS, n: int = 1) -> Done:

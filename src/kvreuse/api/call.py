@@ -5,9 +5,9 @@ Knows prompts and answers as values. Knows nothing of JSON field names, tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from kvreuse.errors import KVReuseError, RequestError
 from kvreuse.types import Delta, Done, SamplingParams
@@ -67,19 +67,21 @@ class Meta:
 
 
 class View(Protocol):
-    """How one schema says its answer. One instance per call, used by one thread at a time."""
+    """How one schema says its answer. One instance per call, used by one thread at a time.
+
+    is_openai: an error has OpenAI's shape.
+    """
+
+    is_openai: ClassVar[bool]
 
     def answer(self, results: Sequence[Result], meta: Meta) -> object:
         """The JSON value of a whole answer, one result per prompt, in order."""
 
-    def delta(self, prompt: int, event: Delta, meta: Meta) -> Iterator[object]:
+    def delta(self, prompt: int, event: Delta, meta: Meta) -> Sequence[object]:
         """The stream objects for new text of prompt number `prompt`."""
 
-    def last(self, results: Sequence[Result], meta: Meta) -> Iterator[object]:
+    def last(self, results: Sequence[Result], meta: Meta) -> Sequence[object]:
         """The terminal stream objects; a str is sent as it is. Facts and usage are in them."""
-
-    def error(self, error: KVReuseError, request_id: str) -> object:
-        """The JSON value of an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Says the numbers of a request: cache facts as `usage`, `kv_cache` and one header value; log-probabilities.
+"""Says what every schema says alike: errors, and the numbers of a request as `usage`, `kv_cache` and one header value.
 
 Knows results and CacheFacts. Knows nothing of schemas or HTTP beyond what a header value may hold.
 """
@@ -8,18 +8,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvreuse.api.call import Result
-from kvreuse.types import CacheFacts, Done, Tier
+from kvreuse.errors import KVReuseError
+from kvreuse.types import CacheFacts, Completion, Done, Tier
 
-__all__ = ["CUSTOM_ATTRIBUTES", "custom_attributes", "finite", "kv_cache", "total", "usage"]
+__all__ = [
+    "CUSTOM_ATTRIBUTES",
+    "completions",
+    "custom_attributes",
+    "error_object",
+    "finite",
+    "kv_cache",
+    "total",
+    "usage",
+]
 
 CUSTOM_ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 _MAX_ATTRIBUTES = 1024
 _LEAST_LOGPROB = -9999.0
 
 
+def error_object(error: KVReuseError, request_id: str, *, is_openai: bool = False) -> dict[str, object]:
+    """The body of an error. OpenAI's has the status in it too; `request_id` is ours."""
+    param = getattr(error, "param", None)
+    said = {"type": error.type, "message": error.message, "param": param, "request_id": request_id}
+    return {"error": said | {"code": error.status} if is_openai else said}
+
+
 def finite(logprob: float) -> float:
     """`logprob` as JSON can carry it: a token that cannot be chosen has minus infinity, said as OpenAI servers do."""
     return max(_LEAST_LOGPROB, logprob)  # in this order NaN counts as impossible too
+
+
+def completions(results: Sequence[Result]) -> list[tuple[int, Completion]]:
+    """Every finished answer with the number of its prompt."""
+    return [(i, c) for i, result in enumerate(results) if isinstance(result, Done) for c in result.completions]
 
 
 def total(results: Sequence[Result]) -> CacheFacts:
@@ -43,8 +65,7 @@ def total(results: Sequence[Result]) -> CacheFacts:
 def usage(results: Sequence[Result]) -> dict[str, object]:
     """Token counts as OpenAI names them. `cached_tokens` is always an int."""
     facts = total(results)
-    completions = [c for result in results if isinstance(result, Done) for c in result.completions]
-    num_output_tokens = sum(len(c.token_ids) for c in completions)
+    num_output_tokens = sum(len(completion.token_ids) for _, completion in completions(results))
     return {
         "prompt_tokens": facts.prompt_tokens,
         "completion_tokens": num_output_tokens,

@@ -8,26 +8,31 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from kvreuse.errors import RequestError
 
-__all__ = ["Fields", "check_text", "nearest", "parse_object"]
+__all__ = ["Fields", "as_text", "check_text", "is_number", "is_token_ids", "parse_object"]
 
 _MAX_SHOWN = 64
+
+D = TypeVar("D")
+
+
+def as_text(data: bytes | bytearray) -> str:
+    """`data` as UTF-8, or RequestError 400."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
 
 
 def parse_object(data: str | bytes | bytearray) -> dict[str, object]:
     """The JSON object in `data`, or RequestError 400. NaN and Infinity are not JSON."""
     try:
-        text = data if isinstance(data, str) else data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(data if isinstance(data, str) else as_text(data), parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
     except (ValueError, RecursionError):
@@ -52,10 +57,12 @@ def check_text(value: object, *, param: str) -> str:
     return value
 
 
-def nearest(name: str, known: Collection[str]) -> str:
-    """`; did you mean 'x'?` when one of `known` is close to `name`, else the empty string."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_token_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in value)
 
 
 def _type_name(value: object) -> str:
@@ -78,75 +85,71 @@ class Fields:
         for name in self.values:
             if name not in known:
                 shown = name[:_MAX_SHOWN].encode("ascii", "backslashreplace").decode()
-                raise RequestError(f"unknown parameter {shown!r}{nearest(name, known)}", param=self.param(shown))
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise RequestError(f"unknown parameter {shown!r}{hint}", param=self.param(shown))
 
     def error(self, name: str, allowed: str) -> RequestError:
         value = self.values.get(name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
-        got = f"{value}" if number else _type_name(value) if not isinstance(value, str) else "another string"
+        got = "another string" if isinstance(value, str) else _type_name(value)
+        if is_number(value) and abs(value) < 1e15:
+            got = f"{value}"
         return RequestError(f"{self.param(name)} must be {allowed}, got {got}", param=self.param(name))
 
-    def integer(self, name: str, *, default: int, low: int, high: int) -> int:
+    def read(self, name: str, default: D, is_sound: Callable[[Any], bool], allowed: str) -> Any | D:
+        """The field, or RequestError 400 that says what is `allowed`."""
         value = self.values.get(name)
         if value is None:
             return default
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # JSON knows one kind of number, and some clients write 64.0
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.error(name, f"an integer from {low} to {high}")
+        if not is_sound(value):
+            raise self.error(name, allowed)
         return value
 
-    def number(self, name: str, *, default: float, low: float, high: float, above_low: bool = False) -> float:
-        """A finite number in [low, high], or in (low, high] with `above_low`."""
-        value = self.values.get(name)
-        if value is None:
-            return default
+    def integer(self, name: str, *, default: D, low: int, high: int) -> int | D:
+        """JSON knows one kind of number, and some clients write 64.0."""
+
+        def is_sound(value: object) -> bool:
+            return is_number(value) and low <= value <= high and value == int(value)
+
+        value = self.read(name, default, is_sound, f"an integer from {low} to {high}")
+        return int(value) if isinstance(value, float) else value
+
+    def number(self, name: str, *, default: D, low: float, high: float, above_low: bool = False) -> float | D:
+        """A number in [low, high], or in (low, high] with `above_low`."""
+
+        def is_sound(value: object) -> bool:
+            return is_number(value) and low <= value <= high and not (above_low and value == low)
+
         allowed = f"a number {'above' if above_low else 'from'} {low:g} {'up to' if above_low else 'to'} {high:g}"
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-            raise self.error(name, allowed)
-        if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
-            raise self.error(name, allowed)
-        return float(value)
+        value = self.read(name, default, is_sound, allowed)
+        return float(value) if isinstance(value, int) else value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
+        return bool(self.read(name, default, lambda value: isinstance(value, bool), "true or false"))
 
     def choice(self, name: str, options: Sequence[str], *, default: str) -> str:
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if value not in options:
-            raise self.error(name, "one of " + ", ".join(options))
-        return str(value)
+        return str(self.read(name, default, lambda value: value in options, "one of " + ", ".join(options)))
 
     def texts(self, name: str, *, max_items: int) -> tuple[str, ...]:
         """A string or an array of up to `max_items` strings, none of them empty."""
-        value = self.values.get(name)
-        if value is None:
-            return ()
+
+        def is_sound(value: object) -> bool:
+            items = [value] if isinstance(value, str) else value
+            return isinstance(items, list) and len(items) <= max_items and all(isinstance(x, str) and x for x in items)
+
+        value = self.read(name, (), is_sound, f"a non-empty string or up to {max_items} of them")
         items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or len(items) > max_items or not all(isinstance(x, str) and x for x in items):
-            raise self.error(name, f"a non-empty string or up to {max_items} of them")
         return tuple(check_text(item, param=self.param(name)) for item in items)
 
     def token_ids(self, name: str, *, max_items: int) -> tuple[int, ...]:
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        items = value if isinstance(value, list) and len(value) <= max_items else [None]
-        if not all(type(item) is int and 0 <= item < 2**31 for item in items):
-            raise self.error(name, f"an array of up to {max_items} token ids")
-        return tuple(items)
+        allowed = f"an array of up to {max_items} token ids"
+        return tuple(self.read(name, (), lambda value: is_token_ids(value) and len(value) <= max_items, allowed))
+
+    def objects(self, name: str) -> Sequence[Mapping[str, object]]:
+        def is_sound(value: object) -> bool:
+            return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+        return tuple(self.read(name, (), is_sound, "an array of objects"))
 
     def mapping(self, name: str) -> Mapping[str, object]:
-        value = self.values.get(name)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.error(name, "an object")
-        return value
+        return dict(self.read(name, {}, lambda value: isinstance(value, dict), "an object"))

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvreuse.api.call import Call, Chat, Prompt, Rules, View
-from kvreuse.api.fields import Fields, check_text
-from kvreuse.api.openai_view import ChatView, TextView
+from kvreuse.api.call import Call, Chat, Prompt, Rules
+from kvreuse.api.fields import Fields, check_text, is_token_ids
+from kvreuse.api.openai_view import OpenAIView
 from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
 from kvreuse.errors import RequestError
+from kvreuse.types import SamplingParams
 
 __all__ = ["CHAT", "COMPLETION", "IGNORED", "parse_chat", "parse_completion", "read_messages"]
 
 MAX_PROMPTS = 256
-_MAX_TEMPERATURE = 2.0
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _COMMON = (
     *SAMPLING_NAMES, "model", "stream", "stream_options", "max_tokens", "logprobs", "response_format", "kv_cache_reuse",
@@ -40,7 +40,7 @@ def parse_chat(body: Mapping[str, object], *, rules: Rules = _RULES, wants_strea
     variables = {**fields.mapping("chat_template_kwargs"), **fields.mapping("variables")}
     chat = Chat(
         messages=read_messages(body.get("messages")),
-        tools=_objects(fields, "tools"),
+        tools=fields.objects("tools") or None,
         variables={**rules.template_variables, **variables} or None,
     )
     num_top = fields.integer("top_logprobs", default=0, low=0, high=20)
@@ -48,16 +48,15 @@ def parse_chat(body: Mapping[str, object], *, rules: Rules = _RULES, wants_strea
     if num_top and not wants_logprobs:
         raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     max_tokens = fields.integer("max_tokens", default=MAX_TOKENS, low=1, high=MAX_TOKENS)
-    max_new_tokens = fields.integer("max_completion_tokens", default=max_tokens, low=1, high=MAX_TOKENS)
-    return _call(
-        fields,
+    max_tokens = fields.integer("max_completion_tokens", default=max_tokens, low=1, high=MAX_TOKENS)
+    return Call(
         prompts=(chat,),
-        max_new_tokens=max_new_tokens,
-        is_length_open=max_new_tokens == MAX_TOKENS,
-        logprobs=num_top if wants_logprobs else None,
-        view=ChatView(includes_usage=_includes_usage(fields)),
-        max_n=rules.max_n,
-        wants_stream=wants_stream,
+        sampling=_sampling(fields, rules, max_new_tokens=max_tokens, logprobs=num_top if wants_logprobs else None),
+        view=OpenAIView(is_chat=True, includes_usage=_includes_usage(fields)),
+        is_stream=fields.flag("stream", default=wants_stream),
+        reuse=fields.flag("kv_cache_reuse", default=True),
+        is_length_open=max_tokens == MAX_TOKENS,
+        json_schema=_json_schema(fields),
     )
 
 
@@ -65,52 +64,28 @@ def parse_completion(body: Mapping[str, object], *, rules: Rules = _RULES, wants
     """RequestError 400 names the field that is wrong and what it may be."""
     fields = Fields(body)
     fields.refuse_unknown((*COMPLETION, *IGNORED))
-    n = fields.integer("n", default=1, low=1, high=rules.max_n)
-    if fields.integer("best_of", default=n, low=1, high=rules.max_n) != n:
+    max_tokens = fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS)
+    logprobs = fields.integer("logprobs", default=None, low=0, high=20)
+    sampling = _sampling(fields, rules, max_new_tokens=max_tokens, logprobs=logprobs)
+    if fields.integer("best_of", default=sampling.n, low=1, high=rules.max_n) != sampling.n:
         raise RequestError("best_of must equal n", param="best_of")
     for name in ("echo", "suffix"):
-        if fields.values.get(name):
+        if body.get(name):
             raise RequestError(f"{name} is not supported", param=name)
-    has_logprobs = fields.values.get("logprobs") is not None
-    return _call(
-        fields,
-        prompts=_prompts(body.get("prompt")),
-        max_new_tokens=fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS),
-        is_length_open=fields.values.get("max_tokens") is None,
-        logprobs=fields.integer("logprobs", default=0, low=0, high=20) if has_logprobs else None,
-        view=TextView(includes_usage=_includes_usage(fields), n=n),
-        max_n=rules.max_n,
-        wants_stream=wants_stream,
-    )
-
-
-def _call(
-    fields: Fields,
-    *,
-    prompts: tuple[Prompt, ...],
-    max_new_tokens: int,
-    is_length_open: bool,
-    logprobs: int | None,
-    view: View,
-    max_n: int,
-    wants_stream: bool,
-) -> Call:
-    sampling = read_sampling(
-        fields, max_new_tokens=max_new_tokens, max_temperature=_MAX_TEMPERATURE, max_n=max_n, logprobs=logprobs
-    )
-    json_schema = _json_schema(fields)
-    if json_schema is not None and sampling.ignore_eos:
-        raise RequestError(
-            "ignore_eos cannot go with response_format: such an answer ends where it is", param="ignore_eos"
-        )
     return Call(
-        prompts=prompts,
+        prompts=_prompts(body.get("prompt")),
         sampling=sampling,
-        view=view,
+        view=OpenAIView(is_chat=False, includes_usage=_includes_usage(fields), n=sampling.n),
         is_stream=fields.flag("stream", default=wants_stream),
         reuse=fields.flag("kv_cache_reuse", default=True),
-        is_length_open=is_length_open,
-        json_schema=json_schema,
+        is_length_open=body.get("max_tokens") is None,
+        json_schema=_json_schema(fields),
+    )
+
+
+def _sampling(fields: Fields, rules: Rules, *, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+    return read_sampling(
+        fields, max_new_tokens=max_new_tokens, max_temperature=2.0, max_n=rules.max_n, logprobs=logprobs
     )
 
 
@@ -119,6 +94,9 @@ def _json_schema(fields: Fields) -> Mapping[str, object] | None:
     wanted = Fields(fields.mapping("response_format"), where="response_format")
     wanted.refuse_unknown(("type", "json_schema"))
     kind = wanted.choice("type", ("text", "json_object", "json_schema"), default="text")
+    if kind != "text" and fields.values.get("ignore_eos"):
+        reason = "ignore_eos cannot go with response_format: such an answer ends where it is"
+        raise RequestError(reason, param="ignore_eos")
     if kind != "json_schema":
         return {"type": "object"} if kind == "json_object" else None
     named = Fields(wanted.mapping("json_schema"), where="response_format.json_schema")
@@ -137,7 +115,7 @@ def _includes_usage(fields: Fields) -> bool:
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
     """One prompt (text or token ids) or an array of prompts."""
-    items = value if isinstance(value, list) and value and not _is_token_ids(value) else [value]
+    items = value if isinstance(value, list) and value and not is_token_ids(value) else [value]
     if len(items) > MAX_PROMPTS:
         raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts", param="prompt")
     return tuple(_prompt(item) for item in items)
@@ -146,22 +124,9 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
 def _prompt(item: object) -> Prompt:
     if isinstance(item, str):
         return check_text(item, param="prompt")
-    if isinstance(item, list) and _is_token_ids(item):
+    if item and is_token_ids(item):
         return tuple(item)
     raise RequestError("prompt must be a string, an array of token ids, or an array of these", param="prompt")
-
-
-def _is_token_ids(value: list[object]) -> bool:
-    return bool(value) and all(type(item) is int and 0 <= item < 2**31 for item in value)
-
-
-def _objects(fields: Fields, name: str) -> list[Mapping[str, object]] | None:
-    value = fields.values.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise fields.error(name, "an array of objects")
-    return value or None
 
 
 def read_messages(value: object) -> list[Mapping[str, object]]:

@@ -5,15 +5,16 @@ Knows completions and facts. Knows nothing of requests or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kvreuse.api.call import Meta, Result
-from kvreuse.api.errors import openai_error
-from kvreuse.api.facts import finite, kv_cache, total, usage
+from kvreuse.api.facts import completions, finite, kv_cache, total, usage
 from kvreuse.errors import KVReuseError
-from kvreuse.types import Completion, Delta, Done, FinishReason, TokenLogprob
+from kvreuse.types import Completion, Delta, FinishReason, TokenLogprob
 
-__all__ = ["ChatView", "TextView", "model_list"]
+__all__ = ["OpenAIView", "model_list"]
 
 DONE = "[DONE]"
 
@@ -23,23 +24,14 @@ def model_list(model: str, created: int) -> dict[str, object]:
     return {"object": "list", "data": [{"id": model, "object": "model", "created": created, "owned_by": "kvreuse"}]}
 
 
-def _finish_reason(reason: FinishReason) -> str:
-    return "length" if reason is FinishReason.LENGTH else "stop"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenAIView:
+    """Chat completions or completions, whole or in chunks; `n` answers to each prompt."""
 
-
-class _View:
-    """What both schemas share. A schema says its id, its object names, a whole choice and a piece of one."""
-
-    id_prefix: str
-    whole: str
-    chunk: str
-
-    def __init__(self, *, includes_usage: bool, n: int = 1) -> None:
-        self._includes_usage = includes_usage
-        self._n = n
-
-    def choice(self, part: Completion | Delta, *, is_whole: bool, meta: Meta) -> dict[str, object]:
-        raise NotImplementedError
+    is_openai: ClassVar[bool] = True
+    is_chat: bool
+    includes_usage: bool = False
+    n: int = 1
 
     def answer(self, results: Sequence[Result], meta: Meta) -> object:
         """Choices in the order of the prompts. One prompt that failed fails the call: a choice cannot hold an error."""
@@ -47,90 +39,70 @@ class _View:
             if isinstance(result, KVReuseError):
                 raise result
         choices = [
-            self._numbered(number, completion, is_whole=True, meta=meta)
-            | {"finish_reason": _finish_reason(completion.finish_reason)}
-            for number, completion in _completions(results)
+            self._choice(number, completion, meta, is_whole=True) | _end(completion)
+            for number, completion in completions(results)
         ]
-        return self._head(self.whole, meta) | {"choices": choices} | self._facts(results)
+        return self._object(choices, meta, is_whole=True) | _facts(results)
 
-    def delta(self, prompt: int, event: Delta, meta: Meta) -> Iterator[object]:
+    def delta(self, prompt: int, event: Delta, meta: Meta) -> list[object]:
         """A chunk of new text. Why an answer ended is said with the facts, in the last chunks."""
-        if event.text or event.logprobs:
-            yield self._head(self.chunk, meta) | {"choices": [self._numbered(prompt, event, is_whole=False, meta=meta)]}
+        if not event.text and not event.logprobs:
+            return []
+        return [self._object([self._choice(prompt, event, meta)], meta)]
 
-    def last(self, results: Sequence[Result], meta: Meta) -> Iterator[object]:
+    def last(self, results: Sequence[Result], meta: Meta) -> list[object]:
         """One finishing chunk per answer, then (when asked) one with the usage and no choice, then [DONE]."""
-        finished = list(_completions(results))
-        for place, (number, completion) in enumerate(finished):
-            empty = Delta(index=completion.index, text="")
-            choice = self._numbered(number, empty, is_whole=False, meta=meta)
-            choice |= {"finish_reason": _finish_reason(completion.finish_reason)}
-            is_last = place == len(finished) - 1 and not self._includes_usage
-            yield self._head(self.chunk, meta) | {"choices": [choice]} | (self._facts(results) if is_last else {})
-        if self._includes_usage:
-            yield self._head(self.chunk, meta) | {"choices": []} | self._facts(results)
-        yield DONE
+        chunks = [
+            self._object([self._choice(number, Delta(index=completion.index, text=""), meta) | _end(completion)], meta)
+            for number, completion in completions(results)
+        ]
+        if self.includes_usage:
+            chunks.append(self._object([], meta))
+        chunks[-1] |= _facts(results)
+        return [*chunks, DONE]
 
-    def error(self, error: KVReuseError, request_id: str) -> object:
-        return openai_error(error, request_id)
+    def _object(self, choices: list[dict[str, object]], meta: Meta, *, is_whole: bool = False) -> dict[str, object]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion" if is_whole else "chat.completion.chunk"
+        head = {"id": ("chatcmpl-" if self.is_chat else "cmpl-") + meta.request_id, "object": kind}
+        usage_to_come = {"usage": None} if self.includes_usage and not is_whole else {}
+        return {**head, "created": meta.created, "model": meta.model, **usage_to_come, "choices": choices}
 
-    def _head(self, kind: str, meta: Meta) -> dict[str, object]:
-        head = {"id": self.id_prefix + meta.request_id, "object": kind, "created": meta.created, "model": meta.model}
-        return head | ({"usage": None} if self._includes_usage and kind == self.chunk else {})
-
-    def _facts(self, results: Sequence[Result]) -> dict[str, object]:
-        return {"usage": usage(results), "kv_cache": kv_cache(total(results))}
-
-    def _numbered(self, prompt: int, part: Completion | Delta, *, is_whole: bool, meta: Meta) -> dict[str, object]:
-        base = {"index": prompt * self._n + part.index, "finish_reason": None, "logprobs": None}
-        return base | self.choice(part, is_whole=is_whole, meta=meta)
-
-
-def _completions(results: Sequence[Result]) -> Iterator[tuple[int, Completion]]:
-    for number, result in enumerate(results):
-        if isinstance(result, Done):
-            for completion in result.completions:
-                yield number, completion
-
-
-class ChatView(_View):
-    """chat.completion and chat.completion.chunk."""
-
-    id_prefix = "chatcmpl-"
-    whole = "chat.completion"
-    chunk = "chat.completion.chunk"
-
-    def choice(self, part: Completion | Delta, *, is_whole: bool, meta: Meta) -> dict[str, object]:
-        message = {"role": "assistant", "content": part.text}
-        choice: dict[str, object] = {"message" if is_whole else "delta": message}
+    def _choice(
+        self, prompt: int, part: Completion | Delta, meta: Meta, *, is_whole: bool = False
+    ) -> dict[str, object]:
+        choice = {"index": prompt * self.n + part.index, "finish_reason": None, "logprobs": None}
+        if self.is_chat:
+            said: dict[str, object] = {"message" if is_whole else "delta": {"role": "assistant", "content": part.text}}
+        else:
+            said = {"text": part.text}
         if part.logprobs:
-            choice["logprobs"] = {"content": [self._token(lp, meta) for lp in part.logprobs], "refusal": None}
-        return choice
-
-    def _token(self, logprob: TokenLogprob, meta: Meta) -> dict[str, object]:
-        top = [_named(token_id, value, meta) for token_id, value in logprob.top]
-        return _named(logprob.token_id, logprob.logprob, meta) | {"top_logprobs": top}
+            said["logprobs"] = (_chat_logprobs if self.is_chat else _text_logprobs)(part.logprobs, meta)
+        return choice | said
 
 
-def _named(token_id: int, logprob: float, meta: Meta) -> dict[str, object]:
-    text = meta.token_text(token_id)
-    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode("utf-8"))}
+def _facts(results: Sequence[Result]) -> dict[str, object]:
+    return {"usage": usage(results), "kv_cache": kv_cache(total(results))}
 
 
-class TextView(_View):
-    """text_completion, whole and streamed."""
+def _end(completion: Completion) -> dict[str, object]:
+    return {"finish_reason": "length" if completion.finish_reason is FinishReason.LENGTH else "stop"}
 
-    id_prefix = "cmpl-"
-    whole = "text_completion"
-    chunk = "text_completion"
 
-    def choice(self, part: Completion | Delta, *, is_whole: bool, meta: Meta) -> dict[str, object]:
-        choice: dict[str, object] = {"text": part.text}
-        if part.logprobs:
-            choice["logprobs"] = {
-                "tokens": [meta.token_text(lp.token_id) for lp in part.logprobs],
-                "token_logprobs": [finite(lp.logprob) for lp in part.logprobs],
-                "top_logprobs": [{meta.token_text(t): finite(p) for t, p in lp.top} for lp in part.logprobs],
-                "text_offset": [],
-            }
-        return choice
+def _chat_logprobs(logprobs: Sequence[TokenLogprob], meta: Meta) -> dict[str, object]:
+    def named(token_id: int, logprob: float) -> dict[str, object]:
+        text = meta.token_text(token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode("utf-8"))}
+
+    content = [named(lp.token_id, lp.logprob) | {"top_logprobs": [named(*top) for top in lp.top]} for lp in logprobs]
+    return {"content": content, "refusal": None}
+
+
+def _text_logprobs(logprobs: Sequence[TokenLogprob], meta: Meta) -> dict[str, object]:
+    return {
+        "tokens": [meta.token_text(lp.token_id) for lp in logprobs],
+        "token_logprobs": [finite(lp.logprob) for lp in logprobs],
+        "top_logprobs": [{meta.token_text(t): finite(p) for t, p in lp.top} for lp in logprobs],
+        "text_offset": [],
+    }

@@ -47,14 +47,13 @@ def parse(body: Mapping[str, object], *, rules: Rules = _RULES, wants_stream: bo
         n=sampling.n,
         seed=sampling.seed,
     )
-    truncate = fields.integer("truncate", default=0, low=1, high=MAX_TOKENS)
     return Call(
         prompts=prompts,
         sampling=sampling,
         view=view,
         is_stream=is_stream,
         reuse=fields.flag("kv_cache_reuse", default=True),
-        max_prompt_tokens=truncate or None,
+        max_prompt_tokens=fields.integer("truncate", default=None, low=1, high=MAX_TOKENS),
         is_length_open=fields.values.get("max_new_tokens") is None,
     )
 

@@ -5,23 +5,23 @@ Knows SamplingParams. Knows nothing of prompts or answers.
 
 from __future__ import annotations
 
+from dataclasses import fields as dataclass_fields
+
 from kvreuse.api.fields import Fields
 from kvreuse.types import SamplingParams
 
 __all__ = ["MAX_TOKENS", "SAMPLING_NAMES", "read_sampling"]
 
 MAX_TOKENS = 1_000_000
-SAMPLING_NAMES = (
-    "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "stop", "stop_token_ids", "ignore_eos", "seed", "n", "logit_bias",
-)  # fmt: skip
+_OTHERS = ("max_new_tokens", "logprobs")
+
+SAMPLING_NAMES = tuple(field.name for field in dataclass_fields(SamplingParams) if field.name not in _OTHERS)
 
 
 def read_sampling(
     fields: Fields, *, max_new_tokens: int, max_temperature: float, default_n: int = 1, max_n: int, logprobs: int | None
 ) -> SamplingParams:
     """RequestError 400 names the field that is wrong and its range."""
-    has_seed = fields.values.get("seed") is not None
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=fields.number("temperature", default=1.0, low=0, high=max_temperature),
@@ -36,7 +36,7 @@ def read_sampling(
         stop=fields.texts("stop", max_items=16),
         stop_token_ids=fields.token_ids("stop_token_ids", max_items=64),
         ignore_eos=fields.flag("ignore_eos", default=False),
-        seed=fields.integer("seed", default=0, low=-(2**63), high=2**63 - 1) if has_seed else None,
+        seed=fields.integer("seed", default=None, low=-(2**63), high=2**63 - 1),
         logprobs=logprobs,
         n=fields.integer("n", default=default_n, low=1, high=max_n),
     )

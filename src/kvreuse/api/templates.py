@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from kvreuse.api.call import Chat, Prompt, Rules, Template
-from kvreuse.api.fields import Fields, check_text
+from kvreuse.api.fields import Fields, check_text, is_number
 from kvreuse.api.openai import read_messages
 from kvreuse.errors import ConfigError, RequestError
 
@@ -53,14 +53,13 @@ def _template(fields: Fields) -> tuple[str, Template]:
         raise fields.error("text", "given, or else messages")
     body = read_messages(messages) if text is None else check_text(text, param=fields.param("text"))
     variables = fields.mapping("variables")
-    has_ttl = fields.values.get("ttl_s") is not None
     return name, Template(
         body=body,
         variables={key: _said(key, value) for key, value in variables.items()},
         tenant=check_text(fields.values.get("tenant", ""), param=fields.param("tenant")),
         priority=fields.integer("priority", default=0, low=-1000, high=1000),
         pin=fields.flag("pin", default=False),
-        ttl_s=fields.number("ttl_s", default=0, low=1, high=10**9) if has_ttl else None,
+        ttl_s=fields.number("ttl_s", default=None, low=1, high=10**9),
     )
 
 
@@ -104,5 +103,4 @@ def _places(texts: Sequence[str]) -> set[str]:
 
 
 def _said(name: str, value: object) -> str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number else check_text(value, param=f"variables.{name}")
+    return str(value) if is_number(value) else check_text(value, param=f"variables.{name}")

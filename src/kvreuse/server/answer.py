@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from kvreuse.api.call import Meta, Result, View
-from kvreuse.api.facts import total
+from kvreuse.api.facts import error_object, total
 from kvreuse.errors import DeadlineError, KVReuseError, OverloadedError
 from kvreuse.types import CacheFacts, Delta, Done, Event, Failed, FinishReason, OnEvent, Request
 
@@ -79,7 +79,7 @@ class Answer:
         return len(self._items)
 
     def error_body(self, error: KVReuseError) -> bytes:
-        return _json(self._view.error(error, self.meta.request_id))
+        return _json(error_object(error, self.meta.request_id, is_openai=self._view.is_openai))
 
     def join(self) -> bytes:
         """Wait for the whole body on a thread that runs no event loop. A stream is joined: its events in one body."""
@@ -150,7 +150,7 @@ class Answer:
 
     def _feed(self, number: int, event: Event) -> Iterator[bytes]:
         if isinstance(event, Delta):
-            return self._lines(self._view.delta(number, event, self.meta))
+            return self._lines(iter(self._view.delta(number, event, self.meta)))
         result = _result(event)
         self._results[number] = result
         if isinstance(result, KVReuseError) and self.is_stream:
@@ -173,7 +173,7 @@ class Answer:
         if faults and len(faults) == len(results):
             raise faults[0]
         if self.is_stream:
-            return self._lines(self._view.last(results, self.meta))
+            return self._lines(iter(self._view.last(results, self.meta)))
         return iter((_json(self._view.answer(results, self.meta)),))
 
     def _lines(self, objects: Iterator[object]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from kvreuse.api.errors import error_object, openai_error
+from kvreuse.api.facts import error_object
 from kvreuse.api.openai_view import model_list
 from kvreuse.errors import InternalError, KVReuseError, RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
@@ -196,8 +196,8 @@ class _Routes:
 
 
 def _said(error: KVReuseError, path: str, request_id: str) -> Response:
-    shape = openai_error if path.startswith("/v1/") else error_object
-    return error_response(error, shape(error, request_id), request_id=request_id)
+    body = error_object(error, request_id, is_openai=path.startswith("/v1/"))
+    return error_response(error, body, request_id=request_id)
 
 
 def _media_type(request: Request) -> str:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvreuse.api.call import Rules, Template
-from kvreuse.api.errors import error_object
-from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
+from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes, error_object
 from kvreuse.api.templates import load_templates
 from kvreuse.config import DEFAULT_MODEL_DIR, Config, load_config
 from kvreuse.errors import InternalError, KVReuseError, RequestError

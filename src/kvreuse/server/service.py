@@ -167,7 +167,7 @@ class Service:
 
     def _parse(self, body: Mapping[str, object], schema: Schema, caller: Caller, *, wants_stream: bool) -> Call:
         if caller.session_id and body in (OPEN, CLOSE):
-            view = SageMakerView(prompts=(), is_list=True, has_details=False, n=1)
+            view = SageMakerView(is_list=True)
             return Call(prompts=(), sampling=SamplingParams(), view=view)
         subject = _SUBJECTS.get(schema, "")
         if not subject:
