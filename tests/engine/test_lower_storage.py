@@ -12,6 +12,7 @@ from kvreuse.config import Config
 from kvreuse.errors import ConfigError
 from kvreuse.kv.layout import KVLayout
 from kvreuse.kv.tiers.open import open_tiers
+from kvreuse.kv.tiers.stack import TierStack
 from kvreuse.types import MissReason, Request, SamplingParams, Scope, Tier
 from tests.engine.families import VOCAB
 from tests.engine.harness import BLOCK, Answer, generate, plain_tiny, running_engine, send, tiny
@@ -24,7 +25,8 @@ NUM_CACHED = 5 * BLOCK
 
 @pytest.fixture(autouse=True)
 def loading_always_pays(monkeypatch, tmp_path):
-    monkeypatch.setattr("kvreuse.kv.tiers.costs.Costs.load_ms", lambda self, tier, num_blocks: 0.0)
+    forecast = TierStack.forecast
+    monkeypatch.setattr(TierStack, "forecast", lambda self, keys: (forecast(self, keys)[0], 0.0))
     monkeypatch.setattr("kvreuse.engine.lower_tiers.MIN_PATIENCE_S", 20.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user-cache"))
 

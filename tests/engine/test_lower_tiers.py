@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from kvreuse.kv.tiers.stack import TierStack
 from kvreuse.types import MissReason, Tier
 from tests.engine.families import VOCAB
 from tests.engine.harness import BLOCK, generate, plain_tiny, running_engine, send, tiny
@@ -34,7 +35,8 @@ def _settle(engine):
 
 @pytest.fixture(autouse=True)
 def loading_always_pays(monkeypatch):
-    monkeypatch.setattr("kvreuse.kv.tiers.costs.Costs.load_ms", lambda self, tier, num_blocks: 0.0)
+    forecast = TierStack.forecast
+    monkeypatch.setattr(TierStack, "forecast", lambda self, keys: (forecast(self, keys)[0], 0.0))
     monkeypatch.setattr("kvreuse.engine.lower_tiers.MIN_PATIENCE_S", 20.0)
 
 
@@ -106,7 +108,8 @@ def test_storage_that_hangs_delays_only_who_waits_for_it_and_not_for_long(monkey
 
 
 def test_a_load_that_would_lose_is_skipped_and_said(monkeypatch):
-    monkeypatch.setattr("kvreuse.kv.tiers.costs.Costs.load_ms", lambda self, tier, num_blocks: 1e9)
+    forecast = TierStack.forecast
+    monkeypatch.setattr(TierStack, "forecast", lambda self, keys: (forecast(self, keys)[0], 1e9))
     prompt = _prompt(6, 5 * BLOCK)
     with _engine(num_slots=600) as engine:
         send(engine, prompt, num_new=1).result()
@@ -184,8 +187,11 @@ def test_a_purge_reaches_what_is_on_its_way_to_the_tier(monkeypatch):
         write = host._write
         monkeypatch.setattr(host, "_write", lambda *args: (release.wait(30), write(*args))[1])
         send(engine, prompt, num_new=1).result()
-        engine.purge()
+        purger = threading.Thread(target=engine.purge)
+        purger.start()
+        purger.join(0.2)
         release.set()
+        purger.join()
         _settle(engine)
         assert host.usage().num_entries == 0
         assert send(engine, prompt, num_new=1).result().facts.cached_tokens == 0

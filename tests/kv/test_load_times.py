@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvreuse.kv.tiers.costs import Costs
+from kvreuse.kv.tiers.stack import Costs
 from kvreuse.telemetry.stats import Stats
 from kvreuse.types import Tier
 

@@ -16,7 +16,7 @@ from kvreuse.cache.store import PrefixCache
 from kvreuse.engine.sequence import Sequence
 from kvreuse.kv.codec import BlockCodec
 from kvreuse.kv.pool import KVPool
-from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.entry import Block
 from kvreuse.kv.tiers.stack import Fetched, TierStack
 
 if TYPE_CHECKING:
@@ -110,11 +110,11 @@ class LowerTiers:
         size = self._codec.block_size
         first, last = num_resident // size, (len(sequence.token_ids) - 1) // size
         keys = sequence.hashes()[first:last]
-        forecast = self.stack.forecast(keys)
-        if not forecast.num_blocks:
+        num_blocks, load_ms = self.stack.forecast(keys)
+        if not num_blocks:
             return False
-        compute_ms = self.stack.costs.prefill_ms(num_tokens=forecast.num_blocks * size)
-        if forecast.load_ms > compute_ms:
+        compute_ms = self.stack.costs.prefill_ms * num_blocks * size
+        if load_ms > compute_ms:
             sequence.answers.is_load_slower = True
             return False
         step = size * TOKEN_BYTES

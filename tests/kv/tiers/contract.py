@@ -47,7 +47,7 @@ class TierContract:
     def entry_bytes(self, open_tier: Callable[..., StorageTier]) -> int:
         """Of a block of make_block's."""
         tier = open_tier(2**20)
-        assert tier.put(make_block(0))
+        assert tier.put(make_block(0, tenant="0"))
         size = tier.usage().num_bytes
         tier.purge(None)
         tier.close()
@@ -93,7 +93,7 @@ class TierContract:
     def test_other_tokens_under_the_same_name_are_a_counted_miss_and_dropped(self, tier: StorageTier) -> None:
         block = make_block(1)
         tier.put(block)
-        assert tier.load(block.key, token_bytes=bytes(32)) is None
+        assert tier.load_run([block.key], [bytes(32)]) == []
         assert tier.usage().num_corrupt == 1
         assert load(tier, block) is None
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvreuse.kv.tiers.base import StorageTier
-from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.entry import Block
 
 PAYLOAD_BYTES = 1000
 NAMESPACE, OTHER_NAMESPACE = "ab" * 16, "cd" * 16
@@ -44,7 +44,7 @@ def make_block(number: int, *, tenant: str = "", num_bytes: int = PAYLOAD_BYTES,
 
 
 def load(tier: StorageTier, block: Block) -> Block | None:
-    return tier.load(block.key, token_bytes=block.token_bytes)
+    return next(iter(tier.load_run([block.key], [block.token_bytes])), None)
 
 
 def is_same(loaded: Block | None, block: Block) -> bool:

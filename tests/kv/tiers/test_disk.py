@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_digest
 
 from kvreuse.kv.tiers.disk import DiskTier
-from kvreuse.kv.tiers.entry import Header
 from tests.kv.tiers.contract import TierContract
 from tests.kv.tiers.harness import (
     NAMESPACE,
@@ -157,10 +157,11 @@ def flipped(raw, at):
     return raw[:at] + bytes([raw[at] ^ 0x10]) + raw[at + 1 :]
 
 
-def with_header(raw, **changes):
-    block = make_block(1)
-    header = Header.of(block, namespace=changes.pop("namespace", bytes.fromhex(NAMESPACE)))
-    return header.encode(**changes) + raw[-block.num_bytes :]
+def resealed(raw, at, part):
+    """Another header that matches its checksum."""
+    header = raw[: -make_block(1).num_bytes - 16]
+    header = header[:at] + part + header[at + len(part) :]
+    return header + xxh3_128_digest(header) + raw[len(header) + 16 :]
 
 
 DAMAGE = {
@@ -172,15 +173,18 @@ DAMAGE = {
     "zeros": lambda raw: bytes(len(raw)),
     "text": lambda raw: b"not what you think" * 100,
     "the magic number": lambda raw: flipped(raw, 0),
-    "the header": lambda raw: flipped(raw, 60),
-    "the header's size": lambda raw: flipped(raw, 8),
-    "the payload's size": lambda raw: flipped(raw, 22),
-    "the padding": lambda raw: flipped(raw, 170),
+    "the key": lambda raw: flipped(raw, 40),
+    "the tokens' size": lambda raw: flipped(raw, 68),
+    "the tokens' size, by much": lambda raw: flipped(raw, 71),
+    "the payload's size": lambda raw: flipped(raw, 74),
+    "the tokens": lambda raw: flipped(raw, 85),
+    "the header's checksum": lambda raw: flipped(raw, len(raw) - 1001),
     "the payload's first byte": lambda raw: flipped(raw, len(raw) - 1000),
     "the payload's last byte": lambda raw: flipped(raw, len(raw) - 1),
-    "another byte order": lambda raw: with_header(raw, byte_order=2 if sys.byteorder == "little" else 1),
-    "another version": lambda raw: with_header(raw, version=2),
-    "another model": lambda raw: with_header(raw, namespace=bytes.fromhex(OTHER_NAMESPACE)),
+    "another byte order": lambda raw: resealed(raw, 6, bytes([3 - raw[6], 0])),
+    "another version": lambda raw: resealed(raw, 4, bytes([raw[4] + 1, 0])),
+    "another model": lambda raw: resealed(raw, 16, bytes.fromhex(OTHER_NAMESPACE)),
+    "another payload's size": lambda raw: resealed(raw, 72, (1).to_bytes(8, "little")),
 }
 
 

@@ -11,51 +11,39 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Final, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.entry import BadEntry, Block
 from kvreuse.types import Tier
 
-__all__ = ["FAULT", "BadEntry", "Fault", "StorageTier", "TierUsage"]
+__all__ = ["Deadline", "OnEvict", "StorageTier", "TierUsage"]
 
 log = logging.getLogger("kvreuse.tiers")
 
 REST_S = 5.0
 T = TypeVar("T")
+OnEvict = Callable[[Block], None]
 
 
-class Fault(Enum):
-    """What a piece of work gives when it failed."""
-
-    FAULT = 0
-
-
-FAULT: Final = Fault.FAULT
-
-
-class BadEntry(Exception):
-    """An entry that is not what its name says: short, flipped, foreign, of another version."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TierUsage:
     """A moment of one tier, in entries and bytes; the rest counts since start."""
 
-    num_entries: int
-    num_bytes: int
     max_bytes: int
-    is_healthy: bool
-    num_hits: int
-    num_misses: int
-    num_puts: int
-    num_evicted: int
-    num_corrupt: int
-    num_errors: int
+    is_healthy: bool = True
+    num_entries: int = 0
+    num_bytes: int = 0
     tenant_bytes: dict[str, int] = field(default_factory=dict)
+    num_hits: int = 0
+    num_misses: int = 0
+    num_puts: int = 0
+    num_evicted: int = 0
+    num_corrupt: int = 0
+    num_errors: int = 0
 
 
 class StorageTier(ABC):
@@ -67,8 +55,8 @@ class StorageTier(ABC):
     def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self._clock = clock
-        self._lock = threading.RLock()
-        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # of the books; never held while the storage works
+        self._books = TierUsage(max_bytes=max_bytes)
         self._rests_until_s = 0.0
 
     @property
@@ -77,7 +65,7 @@ class StorageTier(ABC):
         return self._clock() >= self._rests_until_s
 
     @abstractmethod
-    def put(self, block: Block, *, on_evict: Callable[[Block], None] | None = None) -> bool:
+    def put(self, block: Block, *, on_evict: OnEvict | None = None) -> bool:
         """Store a block. False when it does not fit or the storage fails. on_evict gets what left to make room, from
         tiers that alone decide what their storage holds."""
 
@@ -89,10 +77,6 @@ class StorageTier(ABC):
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
         """The leading blocks that are here and good. A bad entry is dropped and counted."""
 
-    def load(self, key: bytes, *, token_bytes: bytes) -> Block | None:
-        """The block, verified, or None."""
-        return next(iter(self.load_run([key], [token_bytes])), None)
-
     @abstractmethod
     def discard(self, key: bytes) -> None:
         """Drop one entry."""
@@ -101,9 +85,10 @@ class StorageTier(ABC):
     def purge(self, tenant: str | None) -> int:
         """Drop what belongs to `tenant`, or everything; returns entries."""
 
-    @abstractmethod
     def usage(self) -> TierUsage:
         """No I/O."""
+        with self._lock:
+            return replace(self._books, is_healthy=self.is_healthy, tenant_bytes=dict(self._books.tenant_bytes))
 
     def check_integrity(self) -> None:  # noqa: B027  # most tiers keep no accounts of their own
         """Raises AssertionError when the accounts disagree."""
@@ -111,35 +96,45 @@ class StorageTier(ABC):
     def close(self) -> None:  # noqa: B027  # most storages hold nothing open
         """Let go of what the storage holds open."""
 
-    def _count(self, name: str, number: int = 1) -> None:
+    def _count(self, **numbers: int) -> None:
         with self._lock:
-            self._counts[name] += number
+            for name, number in numbers.items():
+                setattr(self._books, name, getattr(self._books, name) + number)
 
-    def _usage(self, *, num_entries: int, num_bytes: int, tenant_bytes: dict[str, int]) -> TierUsage:
-        counts = {f"num_{n}": self._counts[n] for n in ("hits", "misses", "puts", "evicted", "corrupt", "errors")}
-        return TierUsage(
-            num_entries=num_entries,
-            num_bytes=num_bytes,
-            max_bytes=self.max_bytes,
-            is_healthy=self.is_healthy,
-            tenant_bytes=tenant_bytes,
-            **counts,
-        )
-
-    def _try(self, work: Callable[[], T], *, key: bytes | None = None) -> T | Literal[Fault.FAULT]:
-        """What `work` gives, or FAULT: the entry `key` is dropped when it is bad or gone, a fault of the storage makes
-        the tier rest."""
+    @contextmanager
+    def _noting_faults(self, key: bytes | None = None) -> Iterator[None]:
+        """Where its block fails, it ends there: a bad entry, `key`, is dropped; a fault makes the tier rest."""
         try:
-            return work()
-        except (BadEntry, KeyError) as error:
-            self._count("corrupt" if isinstance(error, BadEntry) else "vanished")
+            yield
+        except BadEntry as error:
+            self._count(num_corrupt=1)
+            log.warning("%s tier: an entry is dropped: %s", self.tier.value, error)
             if key is not None:
-                log.warning("%s tier: entry %s is dropped: %s", self.tier.value, key.hex(), error)
                 self.discard(key)
         except self.faults as error:
-            self._count("errors")
+            self._count(num_errors=1)
             self._rests_until_s = self._clock() + REST_S
             # Only kinds of errors: messages of clients may hold URLs with passwords.
             reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
             log.warning("%s tier rests for %g s: %s", self.tier.value, REST_S, reason)
-        return FAULT
+
+
+class Deadline:
+    """A limit on the whole of an operation: a socket's timeout is one of each read, so a server that sends a byte now
+    and then is never late. What is late is left behind on its thread; when all threads are, new work is late too."""
+
+    def __init__(self, timeout_s: float, *, num_threads: int) -> None:
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvreuse-remote")
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` gives or raises. Raises TimeoutError."""
+        future = self._pool.submit(work)
+        try:
+            return future.result(self._timeout_s)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,11 @@
-"""A tier that keeps the books of its storage: room is booked before a write, the least recently used entries leave.
+"""A tier that keeps the books of its storage: room is made before a write, the least recently used entries leave.
 
-A put has two phases: room is booked, so that the cap holds at every instant, then the content is written and published.
-A load has two phases: the entry is pinned, then read and verified. Storage is never touched under the lock, so `find`
-never waits for it. Bytes count until the storage says that they are gone. Knows blocks, bytes and recency. How a block
-is kept is the subclass's: four small hooks that may raise one of `faults`.
+    put:   booked, found by nobody  ->  written and published  ->  found
+    drop:  found by nobody          ->  removed                ->  its bytes count no more
+
+So the cap holds at every instant, and what cannot be removed counts until it can. One thread at a time changes the
+storage, any number read from it; `find` never waits for either. Knows blocks, bytes and recency. How a block is kept is
+the subclass's: four small hooks that may raise one of `faults`.
 """
 
 from __future__ import annotations
@@ -11,61 +13,39 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from typing import NamedTuple
 
-from kvreuse.kv.tiers.base import FAULT, StorageTier, TierUsage
-from kvreuse.kv.tiers.block import Block
+from kvreuse.kv.tiers.base import OnEvict, StorageTier
+from kvreuse.kv.tiers.entry import Block
 
-__all__ = ["BookedTier", "Found"]
+__all__ = ["BookedTier", "Entry"]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An entry that the storage held already. tenant: None when only its content would tell."""
+class Entry(NamedTuple):
+    """Of the books. tenant: None when only the content would tell."""
 
-    key: bytes
     num_bytes: int
     tenant: str | None
-
-
-class _State(Enum):
-    WRITING = auto()
-    UNWANTED = auto()  # dropped while it was written
-    READY = auto()
-    LEAVING = auto()  # one thread removes it
-    STUCK = auto()  # it could not be removed; to be tried again
-
-
-_CLAIMABLE = {_State.READY, _State.WRITING, _State.STUCK}
-
-
-@dataclass(slots=True)
-class _Entry:
-    num_bytes: int
-    tenant: str | None
-    state: _State = _State.WRITING
-    num_pins: int = 0
 
 
 class BookedTier(StorageTier):
     """See the module."""
 
+    is_shared = False  # others write to the storage too: what is not in the books may be there all the same
+
     def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(max_bytes=max_bytes, clock=clock)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._num_bytes = 0
-        self._tenant_bytes: Counter[str] = Counter()
-        self._has_stuck = False
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
+        self._hidden: dict[bytes, Entry] = {}  # being written, being removed, or not to be removed so far
+        self._changing = threading.RLock()  # taken before _lock
         self._is_open = False
-        self._opening = threading.Lock()
 
     # -- what a subclass brings -------------------------------------------------------------------
 
     @abstractmethod
-    def _open(self) -> Iterable[Found]:
+    def _listed(self) -> dict[bytes, Entry]:
         """Take the storage over; what it holds, least recently used first. Tried again after a fault."""
 
     @abstractmethod
@@ -73,8 +53,8 @@ class BookedTier(StorageTier):
         """Store and publish at once or not at all."""
 
     @abstractmethod
-    def _read(self, key: bytes, token_bytes: bytes) -> Block:
-        """The verified block; no token_bytes: whatever its tokens. Raises BadEntry, or KeyError when it is gone."""
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        """The verified block, None when it is gone; no token_bytes: whatever its tokens. Raises BadEntry."""
 
     @abstractmethod
     def _delete(self, key: bytes) -> None:
@@ -82,42 +62,39 @@ class BookedTier(StorageTier):
 
     def _size(self, block: Block) -> int:
         """Bytes that an entry takes."""
-        return block.num_bytes
+        return block.entry_bytes
 
     # -- for callers ------------------------------------------------------------------------------
 
-    def put(self, block: Block, *, on_evict: Callable[[Block], None] | None = None) -> bool:
-        if not self.open():
+    def put(self, block: Block, *, on_evict: OnEvict | None = None) -> bool:
+        with self._changing:
+            if not self.open():
+                return False
+            self._drop(list(self._hidden))
+            with self._lock:
+                if block.key in self._entries:
+                    self._entries.move_to_end(block.key)
+                    return True
+            entry = Entry(self._size(block), block.tenant)
+            if self._hidden or not self._make_room(entry.num_bytes, on_evict):
+                return False
+            with self._lock:
+                self._hidden[block.key] = entry
+                self._account(entry, sign=1)
+            with self._noting_faults():
+                self._write(block)
+                with self._lock:
+                    self._entries[block.key] = self._hidden.pop(block.key)
+                self._count(num_puts=1)
+                return True
+            self._drop([block.key])
             return False
-        if self._has_stuck:
-            self._has_stuck = False
-            self._drop(lambda entry: entry.state is _State.STUCK)
-        with self._lock:
-            known = self._entries.get(block.key)
-            if known is not None:
-                self._entries.move_to_end(block.key)
-                return known.state is _State.READY
-        entry = _Entry(self._size(block), block.tenant)
-        if not self._book(block.key, entry, on_evict):
-            return False
-        is_stored = self._try(lambda: self._write(block)) is not FAULT
-        with self._lock:
-            is_ready = is_stored and entry.state is _State.WRITING
-            entry.state = _State.READY if is_ready else _State.LEAVING
-            self._counts["puts"] += is_ready
-        if not is_ready:
-            self._remove(block.key, entry)
-        return is_ready
 
     def find(self, keys: Sequence[bytes]) -> int:
+        if not self.is_healthy:
+            return 0
         with self._lock:
-            if not self.is_healthy:
-                return 0
-            for number, key in enumerate(keys):
-                entry = self._entries.get(key)
-                if entry is None or entry.state is not _State.READY:
-                    return number
-            return len(keys)
+            return next((n for n, key in enumerate(keys) if not (self.is_shared or key in self._entries)), len(keys))
 
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
         run = []
@@ -129,135 +106,97 @@ class BookedTier(StorageTier):
         return run
 
     def discard(self, key: bytes) -> None:
-        with self._lock:
-            entry = self._entries.get(key)
-            ours = self._claim([(key, entry)]) if entry is not None else []
-        self._remove_all(ours)
+        with self._changing:
+            if self.is_shared or key in self._entries:
+                self._drop([key])
 
     def purge(self, tenant: str | None) -> int:
-        return self._drop(lambda entry: tenant is None or entry.tenant == tenant)
-
-    def usage(self) -> TierUsage:
-        with self._lock:
-            tenants = dict(self._tenant_bytes)
-            return self._usage(num_entries=len(self._entries), num_bytes=self._num_bytes, tenant_bytes=tenants)
+        with self._changing:
+            keys = self._keys_of(tenant)
+            self._drop(keys)
+            return len(keys)
 
     def check_integrity(self) -> None:
-        with self._lock:
-            assert self._num_bytes == sum(entry.num_bytes for entry in self._entries.values())
-            assert self._num_bytes <= self.max_bytes
-            assert sum(self._tenant_bytes.values()) <= self._num_bytes
-            assert all(entry.num_pins >= 0 for entry in self._entries.values())
+        with self._changing, self._lock:
+            entries = [*self._entries.values(), *self._hidden.values()]
+            assert self._books.num_entries == len(entries)
+            assert self._books.num_bytes == sum(entry.num_bytes for entry in entries) <= self.max_bytes
+            assert sum(self._books.tenant_bytes.values()) <= self._books.num_bytes
 
     def open(self) -> bool:
         """Take over what the storage holds. False: not now; the next put tries again."""
-        if self._is_open:
-            return self.is_healthy
-        if not self.is_healthy or not self._opening.acquire(blocking=False):
-            return False
-        try:
-            found = self._try(lambda: list(self._open()))
-            if found is FAULT:
-                return False
-            with self._lock:
-                for item in found:
-                    if item.key not in self._entries:
-                        entry = self._entries[item.key] = _Entry(item.num_bytes, item.tenant, _State.READY)
-                        self._account(entry, entry.num_bytes)
-                too_much = self._claim_victims(self._num_bytes - self.max_bytes)
-            self._remove_all(too_much)
-            self._is_open = self._num_bytes <= self.max_bytes
-            return self._is_open
-        finally:
-            self._opening.release()
+        with self._changing:
+            if not self._is_open and self.is_healthy:
+                with self._noting_faults():
+                    found = self._listed()
+                    with self._lock:
+                        self._entries.update(found)
+                        for entry in found.values():
+                            self._account(entry, sign=1)
+                    self._is_open = True
+                    self._make_room(0)
+            return self._is_open and self.is_healthy
 
     # -- inside -----------------------------------------------------------------------------------
 
     def _load(self, key: bytes, token_bytes: bytes) -> Block | None:
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None or entry.state is not _State.READY or not self.is_healthy:
-                self._counts["misses"] += 1
-                return None
-            entry.num_pins += 1
-            self._entries.move_to_end(key)
-        try:
-            block = self._try(lambda: self._read(key, token_bytes), key=key)
-        finally:
-            with self._lock:
-                entry.num_pins -= 1
-        self._count("misses" if block is FAULT else "hits")
-        return None if block is FAULT else block
+            is_known = key in self._entries
+            if is_known:
+                self._entries.move_to_end(key)
+        block = None
+        if self.is_healthy and (is_known or self.is_shared):
+            with self._noting_faults(key):
+                block = self._read(key, token_bytes)
+                if block is None and is_known:
+                    self.discard(key)
+        self._count(num_hits=block is not None, num_misses=block is None)
+        return block
 
-    def _book(self, key: bytes, entry: _Entry, on_evict: Callable[[Block], None] | None) -> bool:
-        """Account for an entry that will be written, after the least recently used ones that it needs gone are gone."""
-        while self.is_healthy:
+    def _make_room(self, num_bytes: int, on_evict: OnEvict | None = None) -> bool:
+        """Let the least recently used go until so many bytes are free. False: never, or not now."""
+        while self.is_healthy and num_bytes <= self.max_bytes:
             with self._lock:
-                if key in self._entries:
-                    return False
-                lacking = self._num_bytes + entry.num_bytes - self.max_bytes
-                if lacking <= 0:
-                    self._entries[key] = entry
-                    self._account(entry, entry.num_bytes)
+                if self._books.num_bytes + num_bytes <= self.max_bytes:
                     return True
-                victims = self._claim_victims(lacking)
-            if not victims:
+                oldest = next(iter(self._entries), None)
+            if oldest is None:
                 return False
-            for victim_key, victim in victims:
-                evicted = self._try(lambda k=victim_key: self._read(k, b"")) if on_evict else FAULT  # type: ignore[misc]
-                self._remove(victim_key, victim)
-                self._count("evicted")
-                if on_evict is not None and evicted is not FAULT:
-                    on_evict(evicted)
+            evicted = None
+            if on_evict is not None:
+                with self._noting_faults():
+                    evicted = self._read(oldest, b"")
+            self._drop([oldest])
+            self._count(num_evicted=1)
+            if on_evict is not None and evicted is not None:
+                on_evict(evicted)
         return False
 
-    def _claim_victims(self, num_bytes: int) -> list[tuple[bytes, _Entry]]:
-        """Entries that together free num_bytes, hidden from now on; none when there are not enough."""
-        victims = []
-        for key, entry in self._entries.items():
-            if num_bytes <= 0:
-                break
-            if entry.state in (_State.READY, _State.STUCK) and not entry.num_pins:
-                victims.append((key, entry))
-                num_bytes -= entry.num_bytes
-        if num_bytes > 0:
-            return []
-        for _, entry in victims:
-            entry.state = _State.LEAVING
-        return victims
-
-    def _drop(self, is_meant: Callable[[_Entry], bool]) -> int:
+    def _keys_of(self, tenant: str | None) -> list[bytes]:
         with self._lock:
-            meant = [item for item in self._entries.items() if item[1].state in _CLAIMABLE and is_meant(item[1])]
-            ours = self._claim(meant)
-        self._remove_all(ours)
-        return len(meant)
+            entries = {**self._entries, **self._hidden}
+            return [key for key, entry in entries.items() if tenant in (None, entry.tenant)]
 
-    def _claim(self, meant: list[tuple[bytes, _Entry]]) -> list[tuple[bytes, _Entry]]:
-        """What the caller must remove now: what is being written its writer removes, what leaves already is left."""
-        ours = [(key, entry) for key, entry in meant if entry.state in (_State.READY, _State.STUCK)]
-        for _, entry in meant:
-            if entry.state in _CLAIMABLE:
-                entry.state = _State.UNWANTED if entry.state is _State.WRITING else _State.LEAVING
-        return ours
-
-    def _remove_all(self, claimed: Iterable[tuple[bytes, _Entry]]) -> None:
-        for key, entry in claimed:
-            self._remove(key, entry)
-
-    def _remove(self, key: bytes, entry: _Entry) -> None:
-        """Delete what is hidden already; its bytes count until it is gone."""
-        is_gone = self._try(lambda: self._delete(key)) is not FAULT
+    def _drop(self, keys: Sequence[bytes], *, run: Callable[..., Iterable[None]] = map) -> None:
+        """Nobody finds them from now on; their bytes count until the storage says that they are gone."""
         with self._lock:
-            if is_gone:
-                del self._entries[key]
-                self._account(entry, -entry.num_bytes)
-            else:
-                entry.state, self._has_stuck = _State.STUCK, True
+            self._hidden |= {key: self._entries.pop(key) for key in keys if key in self._entries}
+        list(run(self._remove, keys))
 
-    def _account(self, entry: _Entry, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
+    def _remove(self, key: bytes) -> None:
+        with self._noting_faults():
+            self._delete(key)
+            with self._lock:
+                entry = self._hidden.pop(key, None)
+                if entry is not None:
+                    self._account(entry, sign=-1)
+
+    def _account(self, entry: Entry, *, sign: int) -> None:
+        """From now on it counts (1), or no more (-1). Under _lock."""
+        books, num_bytes = self._books, sign * entry.num_bytes
+        books.num_entries += sign
+        books.num_bytes += num_bytes
         if entry.tenant is not None:
-            self._tenant_bytes[entry.tenant] += num_bytes
-            if not self._tenant_bytes[entry.tenant]:
-                del self._tenant_bytes[entry.tenant]
+            left = books.tenant_bytes.pop(entry.tenant, 0) + num_bytes
+            if left:
+                books.tenant_bytes[entry.tenant] = left

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
-import torch
-
-from kvreuse.kv.tiers.base import BadEntry
-from kvreuse.kv.tiers.block import Block
-from kvreuse.kv.tiers.booked import BookedTier, Found
-from kvreuse.kv.tiers.entry import FIXED_BYTES, Header, entry_size, header_bytes, view_of
+from kvreuse.kv.tiers.booked import BookedTier, Entry
+from kvreuse.kv.tiers.entry import BadEntry, Block, header_of, read_block, read_header, view_of
 from kvreuse.types import Tier
 
 __all__ = ["DiskTier"]
 
 _PAGE_BYTES = 4096  # files take whole pages
 _USE_S = 60.0  # uses closer together than this are one to the next process
-_NAMESPACE, _FOLDER = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{2}")
-_FILE = re.compile(r"([0-9a-f]{32})(\.part)?")
 _KEY_BYTES = 16
+_NAMES = "[0-9a-f]" * 32 + "/" + "[0-9a-f]" * 2 + "/" + "[0-9a-f]" * 32
 
 
 class DiskTier(BookedTier):
@@ -43,8 +37,7 @@ class DiskTier(BookedTier):
         self, folder: Path, *, namespace: str, max_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(max_bytes=max_bytes, clock=clock)
-        self._folder = folder
-        self._namespace = namespace
+        self._folder, self._namespace = folder, bytes.fromhex(namespace)
         self._lock_file: FileIO | None = None
         self.open()
 
@@ -52,12 +45,15 @@ class DiskTier(BookedTier):
         if self._lock_file is not None:
             self._lock_file.close()
 
-    def _open(self) -> list[Found]:
+    def _listed(self) -> dict[bytes, Entry]:
         self._hold_lock()
-        aged = [(path, path.stat()) for path in self._listed()]
+        for path in self._folder.glob(_NAMES + ".part"):
+            path.unlink()
+        aged = [(self._key(path), path, path.stat()) for path in self._folder.glob(_NAMES)]
         # Those of other models first, then the least recently used.
-        aged.sort(key=lambda item: (item[0].parent.parent.name == self._namespace, item[1].st_mtime_ns))
-        return [found for path, stat in aged if (found := self._adopt(path, stat.st_size))]
+        aged.sort(key=lambda item: (len(item[0]) == _KEY_BYTES, item[2].st_mtime_ns))
+        entries = {key: self._adopted(path, stat.st_size) for key, path, stat in aged}
+        return {key: entry for key, entry in entries.items() if entry is not None}
 
     def _hold_lock(self) -> None:
         """Also after the folder was removed. Raises BlockingIOError when another process has it."""
@@ -67,7 +63,7 @@ class DiskTier(BookedTier):
                 return
         self._folder.mkdir(parents=True, exist_ok=True)
         self.close()
-        lock_file = FileIO(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        lock_file = FileIO(os.open(path, os.O_RDONLY | os.O_CREAT, 0o644))
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -75,68 +71,57 @@ class DiskTier(BookedTier):
             raise
         self._lock_file = lock_file
 
-    def _listed(self) -> Iterator[Path]:
-        for namespace in _below(self._folder, _NAMESPACE):
-            for folder in _below(namespace, _FOLDER):
-                yield from _below(folder, _FILE)
-
-    def _adopt(self, path: Path, num_bytes: int) -> Found | None:
-        """The entry of a file as its header tells it; one that was never finished or makes no sense is deleted."""
-        namespace, key = path.parent.parent.name, path.name
+    def _adopted(self, path: Path, num_bytes: int) -> Entry | None:
+        """The entry of a file as its header tells it; one that makes no sense is deleted."""
+        namespace, key = bytes.fromhex(path.parent.parent.name), bytes.fromhex(path.name)
         try:
-            with FileIO(path) as file:
-                header = _read_header(file)
-            header.check(namespace=bytes.fromhex(namespace), key=bytes.fromhex(key))
-            if num_bytes != len(header.encode()) + header.num_payload_bytes:
-                raise BadEntry("it is cut short or too long")
-        except (BadEntry, ValueError, OSError):
-            self._count("corrupt", not path.suffix)
+            with path.open("rb") as file:
+                header = read_header(file, namespace=namespace, key=key)
+                if num_bytes != file.tell() + header.num_payload_bytes:
+                    raise BadEntry("it is cut short or too long")
+        except (BadEntry, OSError):
+            self._count(num_corrupt=1)
             path.unlink()
             return None
-        name = header.key if namespace == self._namespace else str(path.relative_to(self._folder)).encode()
-        return Found(name, _pages(num_bytes), header.tenant)
+        return Entry(_pages(num_bytes), header.tenant)
 
-    def _size(self, block: Block) -> int:
-        return _pages(entry_size(block))
+    def _key(self, path: Path) -> bytes:
+        """Of an own entry its key, of one of another namespace its path."""
+        if path.parent.parent.name == self._namespace.hex():
+            return bytes.fromhex(path.name)
+        return str(path.relative_to(self._folder)).encode()
 
     def _path(self, key: bytes) -> Path:
-        """Of an own entry by its key, of one of another namespace by its path."""
         if len(key) != _KEY_BYTES:
             return self._folder / key.decode()
-        return self._folder / self._namespace / key.hex()[:2] / key.hex()
+        return self._folder / self._namespace.hex() / key.hex()[:2] / key.hex()
+
+    def _size(self, block: Block) -> int:
+        return _pages(block.entry_bytes)
 
     def _write(self, block: Block) -> None:
         self._hold_lock()
         path = self._path(block.key)
-        header = Header.of(block, namespace=bytes.fromhex(self._namespace)).encode()
+        path.parent.mkdir(parents=True, exist_ok=True)
         temp = path.with_suffix(".part")
-        try:
-            file = temp.open("wb")
-        except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = temp.open("wb")
-        with file:
-            file.write(header)
+        with temp.open("wb") as file:
+            file.write(header_of(block, namespace=self._namespace))
             file.write(view_of(block.payload))
         temp.rename(path)
 
-    def _read(self, key: bytes, token_bytes: bytes) -> Block:
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        if len(key) != _KEY_BYTES:
+            return None
         try:
-            file = FileIO(self._path(key))
+            file = self._path(key).open("rb")
         except FileNotFoundError:
-            raise KeyError("its file is gone") from None
+            return None
         with file:
-            header = _read_header(file)
-            header.check(namespace=bytes.fromhex(self._namespace), key=key, token_bytes=token_bytes)
-            stat = os.fstat(file.fileno())
-            if stat.st_size != file.tell() + header.num_payload_bytes:
-                raise BadEntry("it is cut short or too long")
-            payload = torch.empty(header.num_payload_bytes, dtype=torch.uint8)
-            _fill(file, view_of(payload))
-            if time.time() - stat.st_mtime > _USE_S:
+            block = read_block(file, namespace=self._namespace, key=key, token_bytes=token_bytes)
+            if time.time() - os.fstat(file.fileno()).st_mtime > _USE_S:
                 with suppress(OSError):  # the order of use need not survive a restart
                     os.utime(file.fileno())
-        return header.block(payload)
+        return block
 
     def _delete(self, key: bytes) -> None:
         path = self._path(key)
@@ -148,25 +133,5 @@ class DiskTier(BookedTier):
                 path.parent.parent.rmdir()
 
 
-def _below(folder: Path, names: re.Pattern[str]) -> Iterable[Path]:
-    try:
-        return [path for path in folder.iterdir() if names.fullmatch(path.name)]
-    except NotADirectoryError:
-        return []
-
-
 def _pages(num_bytes: int) -> int:
     return num_bytes + -num_bytes % _PAGE_BYTES
-
-
-def _read_header(file: FileIO) -> Header:
-    fixed = file.read(FIXED_BYTES)
-    return Header.decode(fixed + file.read(header_bytes(fixed) - len(fixed)))
-
-
-def _fill(file: FileIO, view: memoryview) -> None:
-    while view:
-        num_bytes = file.readinto(view)
-        if not num_bytes:
-            raise BadEntry("it is cut short")
-        view = view[num_bytes:]

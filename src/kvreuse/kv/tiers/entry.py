@@ -1,8 +1,9 @@
-"""How a block is written outside of this process: a header that checks itself and the payload, then the payload.
+"""One block of KV on its way between tiers, and its form outside of this process.
 
-Header: a fixed part, the tenant, the block's token bytes, zeros, and the xxh3_128 of all of it; a multiple of 64 bytes.
-Integers are little-endian everywhere; the payload is in the byte order of the machine that wrote it, which the header
-names. Knows bytes. Knows nothing of where they are kept.
+    [ fixed part | tenant | token bytes | xxh3_128 of these ][ payload ]
+
+Integers are little-endian; the payload is in the byte order of the machine that wrote it, which the fixed part names.
+Knows bytes. Knows nothing of where they are kept.
 """
 
 from __future__ import annotations
@@ -10,122 +11,103 @@ from __future__ import annotations
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Self
+from io import BufferedIOBase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128_digest
 
-from kvreuse.kv.tiers.base import BadEntry
-from kvreuse.kv.tiers.block import Block
+__all__ = ["MAX_HEADER_BYTES", "BadEntry", "Block", "Header", "header_of", "read_block", "read_header", "view_of"]
 
-__all__ = [
-    "ENTRY_VERSION",
-    "FIXED_BYTES",
-    "MAX_HEADER_BYTES",
-    "Header",
-    "block_of",
-    "entry_size",
-    "header_bytes",
-    "view_of",
-]
-
-ENTRY_VERSION = 1
-_MAGIC = b"KVRB"
-_ORDER = {"little": 1, "big": 2}[sys.byteorder]
-# magic, version, byte order, header, tenant, tokens and payload in bytes, encoding, namespace, key, payload's checksum
-_FIXED = struct.Struct("<4sHBxIIIQ8s16s16s16s")
-FIXED_BYTES = _FIXED.size
-_SUM_BYTES = 16
-_ALIGNMENT = 64
 MAX_HEADER_BYTES = 2**17
+# magic, version, byte order; encoding, namespace, key, the payload's xxh3_128; bytes of tenant, tokens and payload
+_FIXED = struct.Struct("<4sHH8s16s16s16sIIQ")
+_OURS = (b"KVRB", 2, {"little": 1, "big": 2}[sys.byteorder])
+_SUM_BYTES = 16
+
+
+class BadEntry(Exception):
+    """An entry that is not what its name says: short, flipped, foreign, of another version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Header:
-    """namespace: 16 bytes, whose KV it is. checksum: xxh3_128 of the payload. The rest is as in Block."""
+class Block:
+    """The KV of one block of tokens.
 
-    namespace: bytes
+    key: the chained hash of the block (16 bytes). tenant: whose it is; part of the hash too, kept for purge.
+    token_bytes: the block's own token ids, 4 bytes each, compared on every hit.
+    payload: uint8 (num_bytes,) on the CPU; `encoding` says how it is packed ("raw", or a quantised form).
+    """
+
     key: bytes
     tenant: str
     token_bytes: bytes
+    payload: Tensor
+    encoding: str = "raw"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payload."""
+        return self.payload.numel()
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of header and payload."""
+        return _FIXED.size + len(_encoded(self.tenant)) + len(self.token_bytes) + _SUM_BYTES + self.num_bytes
+
+
+class Header(NamedTuple):
+    """What an entry says of its payload; tenant, token_bytes and encoding as in Block."""
+
+    tenant: str
+    token_bytes: bytes
     encoding: str
-    num_payload_bytes: int
     checksum: bytes
-
-    @classmethod
-    def of(cls, block: Block, *, namespace: bytes) -> Self:
-        return cls(
-            namespace=namespace,
-            key=block.key,
-            tenant=block.tenant,
-            token_bytes=block.token_bytes,
-            encoding=block.encoding,
-            num_payload_bytes=block.num_bytes,
-            checksum=xxh3_128_digest(view_of(block.payload)),
-        )
-
-    def encode(self, *, version: int = ENTRY_VERSION, byte_order: int = _ORDER) -> bytes:
-        tenant = _encoded(self.tenant)
-        num_bytes = _header_size(tenant, self.token_bytes)
-        fixed = _FIXED.pack(
-            _MAGIC,
-            version,
-            byte_order,
-            num_bytes,
-            len(tenant),
-            len(self.token_bytes),
-            self.num_payload_bytes,
-            self.encoding.encode("ascii"),
-            self.namespace,
-            self.key,
-            self.checksum,
-        )
-        body = (fixed + tenant + self.token_bytes).ljust(num_bytes - _SUM_BYTES, b"\0")
-        return body + xxh3_128_digest(body)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Self:
-        """A whole header. Raises BadEntry."""
-        if header_bytes(raw) != len(raw) or xxh3_128_digest(raw[:-_SUM_BYTES]) != raw[-_SUM_BYTES:]:
-            raise BadEntry("its header does not match its checksum")
-        _, _, _, _, num_tenant, num_tokens, num_payload, encoding, namespace, key, checksum = _FIXED.unpack_from(raw)
-        tokens_at = FIXED_BYTES + num_tenant
-        try:
-            tenant = raw[FIXED_BYTES:tokens_at].decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise BadEntry("its tenant is no text") from error
-        return cls(
-            namespace=namespace,
-            key=key,
-            tenant=tenant,
-            token_bytes=raw[tokens_at : tokens_at + num_tokens],
-            encoding=encoding.rstrip(b"\0").decode("ascii", "replace"),
-            num_payload_bytes=num_payload,
-            checksum=checksum,
-        )
-
-    def check(self, *, namespace: bytes, key: bytes, token_bytes: bytes = b"") -> None:
-        """Raises BadEntry when it is another's; no token_bytes: whatever its tokens."""
-        if self.namespace != namespace:
-            raise BadEntry("it belongs to another model")
-        if self.key != key:
-            raise BadEntry("it has another name")
-        if token_bytes and self.token_bytes != token_bytes:
-            raise BadEntry("it holds other tokens")
-
-    def block(self, payload: Tensor) -> Block:
-        """Raises BadEntry when the payload, uint8 (num_payload_bytes,), is not what was written."""
-        if xxh3_128_digest(view_of(payload)) != self.checksum:
-            raise BadEntry("its payload does not match its checksum")
-        return Block(
-            key=self.key, tenant=self.tenant, token_bytes=self.token_bytes, payload=payload, encoding=self.encoding
-        )
+    num_payload_bytes: int
 
 
-def entry_size(block: Block) -> int:
-    """Bytes of header and payload."""
-    return _header_size(_encoded(block.tenant), block.token_bytes) + block.num_bytes
+def header_of(block: Block, *, namespace: bytes) -> bytes:
+    """What is written before the payload. namespace: 16 bytes, whose KV it is."""
+    tenant = _encoded(block.tenant)
+    names = (block.encoding.encode("ascii"), namespace, block.key, xxh3_128_digest(view_of(block.payload)))
+    sizes = (len(tenant), len(block.token_bytes), block.num_bytes)
+    header = _FIXED.pack(*_OURS, *names, *sizes) + tenant + block.token_bytes
+    return header + xxh3_128_digest(header)
+
+
+def read_header(file: BufferedIOBase, *, namespace: bytes, key: bytes) -> Header:
+    """Leaves the file at the payload. Raises BadEntry when it is damaged or another's."""
+    fixed = file.read(_FIXED.size)
+    if len(fixed) < _FIXED.size:
+        raise BadEntry("it is cut short")
+    *ours, encoding, owner, name, checksum, num_tenant, num_tokens, num_payload = _FIXED.unpack(fixed)
+    if tuple(ours) != _OURS:
+        raise BadEntry("it has another form, version or byte order")
+    if num_tenant + num_tokens > MAX_HEADER_BYTES:
+        raise BadEntry("its header has an impossible size")
+    rest = file.read(num_tenant + num_tokens + _SUM_BYTES)
+    if xxh3_128_digest(fixed + rest[:-_SUM_BYTES]) != rest[-_SUM_BYTES:]:
+        raise BadEntry("its header does not match its checksum")
+    if (owner, name) != (namespace, key):
+        raise BadEntry("it belongs to another model or has another name")
+    tenant = rest[:num_tenant].decode("utf-8", "surrogatepass")
+    return Header(tenant, rest[num_tenant:-_SUM_BYTES], encoding.rstrip(b"\0").decode("ascii"), checksum, num_payload)
+
+
+def read_block(file: BufferedIOBase, *, namespace: bytes, key: bytes, token_bytes: bytes = b"") -> Block:
+    """The block that the whole file holds; no token_bytes: whatever its tokens. Raises BadEntry."""
+    header = read_header(file, namespace=namespace, key=key)
+    if token_bytes and header.token_bytes != token_bytes:
+        raise BadEntry("it holds other tokens")
+    payload = torch.empty(header.num_payload_bytes, dtype=torch.uint8)
+    if file.readinto(view_of(payload)) != header.num_payload_bytes or file.read(1):
+        raise BadEntry("it is cut short or too long")
+    if xxh3_128_digest(view_of(payload)) != header.checksum:
+        raise BadEntry("its payload does not match its checksum")
+    return Block(
+        key=key, tenant=header.tenant, token_bytes=header.token_bytes, payload=payload, encoding=header.encoding
+    )
 
 
 def view_of(payload: Tensor) -> memoryview:
@@ -135,36 +117,3 @@ def view_of(payload: Tensor) -> memoryview:
 
 def _encoded(tenant: str) -> bytes:
     return tenant.encode("utf-8", "surrogatepass")
-
-
-def _header_size(tenant: bytes, token_bytes: bytes) -> int:
-    num_bytes = FIXED_BYTES + len(tenant) + len(token_bytes) + _SUM_BYTES
-    return num_bytes + -num_bytes % _ALIGNMENT
-
-
-def header_bytes(fixed: bytes) -> int:
-    """How long the header is that begins like this. Raises BadEntry when it is none that this machine can use."""
-    if len(fixed) < FIXED_BYTES:
-        raise BadEntry("it is cut short")
-    magic, version, byte_order, num_bytes = struct.unpack_from("<4sHBxI", fixed)
-    if magic != _MAGIC:
-        raise BadEntry("it is no entry")
-    if version != ENTRY_VERSION:
-        raise BadEntry(f"its layout has version {version}, not {ENTRY_VERSION}")
-    if byte_order != _ORDER:
-        raise BadEntry("it was written on a machine with another byte order")
-    if not FIXED_BYTES + _SUM_BYTES <= num_bytes <= MAX_HEADER_BYTES:
-        raise BadEntry("its header has an impossible size")
-    return int(num_bytes)
-
-
-def block_of(value: bytes, *, namespace: bytes, key: bytes, token_bytes: bytes = b"") -> Block:
-    """The block in a whole entry, copied once. Raises BadEntry."""
-    at = header_bytes(value[:FIXED_BYTES])
-    header = Header.decode(value[:at])
-    header.check(namespace=namespace, key=key, token_bytes=token_bytes)
-    if len(value) != at + header.num_payload_bytes:
-        raise BadEntry("it is cut short or too long")
-    payload = torch.empty(header.num_payload_bytes, dtype=torch.uint8)
-    view_of(payload)[:] = memoryview(value)[at:]
-    return header.block(payload)

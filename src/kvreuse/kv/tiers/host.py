@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvreuse.kv.tiers.base import BadEntry
-from kvreuse.kv.tiers.block import Block
-from kvreuse.kv.tiers.booked import BookedTier, Found
+from kvreuse.kv.tiers.booked import BookedTier, Entry
+from kvreuse.kv.tiers.entry import BadEntry, Block
 from kvreuse.types import Tier
 
 __all__ = ["HostTier"]
@@ -24,19 +23,21 @@ class HostTier(BookedTier):
         super().__init__(max_bytes=max_bytes)
         self._is_pinned = is_pinned
         self._blocks: dict[bytes, Block] = {}
-        self.open()
 
-    def _open(self) -> list[Found]:
-        return []
+    def _listed(self) -> dict[bytes, Entry]:
+        return {}
+
+    def _size(self, block: Block) -> int:
+        return block.num_bytes
 
     def _write(self, block: Block) -> None:
         if self._is_pinned:
             block = replace(block, payload=block.payload.pin_memory())
         self._blocks[block.key] = block
 
-    def _read(self, key: bytes, token_bytes: bytes) -> Block:
-        block = self._blocks[key]
-        if token_bytes and block.token_bytes != token_bytes:
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        block = self._blocks.get(key)
+        if block is not None and token_bytes and block.token_bytes != token_bytes:
             raise BadEntry("it holds other tokens")
         return block
 

@@ -16,9 +16,8 @@ from kvreuse.kv.layout import KVLayout
 from kvreuse.kv.tiers.base import StorageTier
 from kvreuse.kv.tiers.disk import DiskTier
 from kvreuse.kv.tiers.host import HostTier
-from kvreuse.types import Tier
 
-__all__ = ["masked", "open_tiers"]
+__all__ = ["open_tiers"]
 
 log = logging.getLogger("kvreuse.tiers")
 
@@ -34,12 +33,11 @@ def open_tiers(config: Config, *, model_folder: Path, layout: KVLayout) -> list[
         return tiers
     namespace = kv_namespace(config, folder=checkpoint_folder(model_folder), layout=layout)
     if config.disk_cache_dir is not None:
+        log.info("disk tier: %s %d bytes", config.disk_cache_dir, config.disk_cache_bytes)
         tiers.append(DiskTier(Path(config.disk_cache_dir), namespace=namespace, max_bytes=config.disk_cache_bytes))
     if config.remote_cache_url is not None:
         tiers.append(_remote(config, config.remote_cache_url, namespace))
-    for tier in tiers:
-        where = {Tier.DISK: config.disk_cache_dir, Tier.REMOTE: masked(config.remote_cache_url or "")}
-        log.info("%s tier: %s %d bytes", tier.tier.value, where.get(tier.tier, "memory"), tier.max_bytes)
+        log.info("remote tier: %s %d bytes", _masked(config.remote_cache_url), config.remote_cache_bytes)
     if config.cross_model_sharing:
         log.info(
             "stored KV %s is shared with models that have the same weights up to the last layer's keys and values; "
@@ -49,7 +47,7 @@ def open_tiers(config: Config, *, model_folder: Path, layout: KVLayout) -> list[
     return tiers
 
 
-def masked(url: str) -> str:
+def _masked(url: str) -> str:
     """A URL without its password and options, for logs."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]

@@ -8,8 +8,9 @@ What is there is only known by asking, so `find` says "may be". Knows one server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from typing import Any
 
 from valkey import Valkey
 from valkey.backoff import NoBackoff
@@ -17,10 +18,8 @@ from valkey.exceptions import ConnectionError as ValkeyConnectionError
 from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
-from kvreuse.kv.tiers.base import FAULT, Fault, StorageTier, TierUsage
-from kvreuse.kv.tiers.block import Block
-from kvreuse.kv.tiers.deadline import Deadline
-from kvreuse.kv.tiers.entry import Header, block_of, entry_size, view_of
+from kvreuse.kv.tiers.base import Deadline, OnEvict, StorageTier
+from kvreuse.kv.tiers.entry import Block, header_of, read_block, view_of
 from kvreuse.types import Tier
 
 __all__ = ["SCHEMES", "RedisTier"]
@@ -29,10 +28,10 @@ __all__ = ["SCHEMES", "RedisTier"]
 SCHEMES = {"valkey": "valkey", "redis": "valkey", "valkeys": "valkeys", "rediss": "valkeys"}
 _OVERHEAD_BYTES = 512  # of an entry's names and places in the server's memory
 _KEYS_AT_ONCE, _BYTES_AT_ONCE = 16, 2**24
+_NAMES_AT_ONCE = 1000
 _NUM_CONNECTIONS = 4
 _READ_BYTES = 2**18  # at once: the client's own 64 KiB cost half as much time again
 _USAGE_TTL_S = 5.0
-T = TypeVar("T")
 
 # KEYS: last use, entries, tenants, sums. ARGV[1]: what every value's name begins with.
 _FORGET = """
@@ -88,7 +87,10 @@ return dropped
 
 
 class RedisTier(StorageTier):
-    """url: its scheme is one of SCHEMES. timeout_s: of a connect and of an operation. Connects when first used."""
+    """url: its scheme is one of SCHEMES. timeout_s: of a connect and of an operation. Connects when first used.
+
+    Usage is that of all instances, as of the last change that asked.
+    """
 
     tier = Tier.REMOTE
     faults = (OSError, ValkeyError, ValueError)  # the last where what answers speaks another language
@@ -116,22 +118,19 @@ class RedisTier(StorageTier):
         self._deadline = Deadline(timeout_s, num_threads=_NUM_CONNECTIONS)
         self._namespace = bytes.fromhex(namespace)
         self._prefix = f"kvreuse:{{{namespace}}}:"  # in braces: all in one slot of a cluster
-        self._books = [self._prefix + name for name in ("used", "entries", "tenants", "sums")]
-        self._put, self._use, self._drop = (
-            self._client.register_script(_FORGET + script) for script in (_PUT, _USE, _DROP)
-        )
-        self._known = self._usage(num_entries=0, num_bytes=0, tenant_bytes={})
-        self._known_until_s = 0.0
-        self._block_bytes = 0
+        self._keys = [self._prefix + name for name in ("used", "entries", "tenants", "sums")]
+        scripts = [self._client.register_script(_FORGET + script) for script in (_PUT, _USE, _DROP)]
+        self._put, self._use, self._drop = scripts
+        self._usage_until_s = 0.0
+        self._num_at_once = 1  # until the size of a block is known
 
-    def put(self, block: Block, *, on_evict: Callable[[Block], None] | None = None) -> bool:
-        reply = self._ask(lambda: self._stored(block)) if self.is_healthy else FAULT
-        if reply is FAULT:
-            return False
-        is_stored, num_evicted = reply
-        self._count("puts", is_stored)
-        self._count("evicted", num_evicted)
-        self._ask(self._learn_usage)
+    def put(self, block: Block, *, on_evict: OnEvict | None = None) -> bool:
+        is_stored = 0
+        if self.is_healthy:
+            with self._noting_faults():
+                is_stored, num_evicted = self._deadline.run(lambda: self._stored(block))
+                self._count(num_puts=is_stored, num_evicted=num_evicted)
+                self._learn_usage()
         return bool(is_stored)
 
     def find(self, keys: Sequence[bytes]) -> int:
@@ -139,105 +138,83 @@ class RedisTier(StorageTier):
 
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
         run: list[Block] = []
-        while len(run) < len(keys):
-            part = slice(len(run), len(run) + self._num_at_once())
-            values = self._ask(lambda names=keys[part]: self._values(names)) if self.is_healthy else FAULT  # type: ignore[misc]
-            for key, tokens, value in zip(
-                keys[part], token_bytes[part], [] if values is FAULT else values, strict=False
-            ):
-                block = self._checked(key, tokens, value)
-                if block is None:
-                    break
-                run.append(block)
-                self._block_bytes = block.num_bytes
-            if len(run) < min(part.stop, len(keys)):
-                self._count("misses")
+        while len(run) < len(keys) and self.is_healthy:
+            part = slice(len(run), min(len(run) + self._num_at_once, len(keys)))
+            run += self._leading(keys[part], token_bytes[part])
+            if len(run) < part.stop:
                 break
-        self._count("hits", len(run))
+            # So many that an exchange fits in the timeout on a slow network.
+            self._num_at_once = max(1, min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // run[-1].entry_bytes))
+        self._count(num_hits=len(run), num_misses=len(run) < len(keys))
         return run
 
-    def _num_at_once(self) -> int:
-        """So many that an exchange fits in the timeout on a slow network; one while their size is not known."""
-        return max(1, min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // self._block_bytes)) if self._block_bytes else 1
-
     def discard(self, key: bytes) -> None:
-        self._ask(lambda: self._dropped([key.hex()]))
-        self._ask(self._learn_usage)
+        with self._noting_faults():
+            self._deadline.run(lambda: self._run(self._drop, key.hex()))
+            self._learn_usage()
 
     def purge(self, tenant: str | None) -> int:
-        # Not within the timeout as a whole: there may be many.
-        num_dropped = self._try(lambda: sum(map(self._dropped, self._names(tenant))))
-        self._known_until_s = 0.0
-        self._ask(self._learn_usage)
-        return 0 if num_dropped is FAULT else num_dropped
-
-    def usage(self) -> TierUsage:
-        """Entries and bytes are those of all instances, as of the last write that asked."""
-        known = self._known
-        return self._usage(num_entries=known.num_entries, num_bytes=known.num_bytes, tenant_bytes=known.tenant_bytes)
+        """Not within the timeout as a whole: there may be many."""
+        wanted = None if tenant is None else tenant.encode("utf-8", "surrogatepass")
+        num_dropped = 0
+        with self._noting_faults():
+            entries = self._client.hscan_iter(self._keys[1], count=_NAMES_AT_ONCE)
+            names = [name for name, entry in entries if wanted in (None, entry.partition(b":")[2])]
+            for start in range(0, len(names), _NAMES_AT_ONCE):
+                num_dropped += self._run(self._drop, *names[start : start + _NAMES_AT_ONCE])
+            self._usage_until_s = 0.0
+            self._learn_usage()
+        return num_dropped
 
     def close(self) -> None:
         self._deadline.close()
         self._client.close()
 
-    def _ask(self, work: Callable[[], T]) -> T | Literal[Fault.FAULT]:
-        """One exchange with the server, as a whole within the timeout."""
-        return self._try(lambda: self._deadline.run(work))
+    def _run(self, script: Any, *args: Any) -> Any:
+        return script(keys=self._keys, args=(self._prefix, *args))
 
     def _stored(self, block: Block) -> tuple[int, int]:
         """Whether it is there now, and how many left for it."""
         name = block.key.hex()
-        if self._use(keys=self._books, args=(self._prefix, name)):
+        if self._run(self._use, name):
             return 1, 0  # another instance was quicker
-        value = b"".join((Header.of(block, namespace=self._namespace).encode(), view_of(block.payload)))
-        size, tenant = entry_size(block) + _OVERHEAD_BYTES, block.tenant.encode("utf-8", "surrogatepass")
-        is_stored, num_evicted = self._put(
-            keys=self._books, args=(self._prefix, name, size, self.max_bytes, tenant, value)
-        )
+        value = b"".join((header_of(block, namespace=self._namespace), view_of(block.payload)))
+        size, tenant = len(value) + _OVERHEAD_BYTES, block.tenant.encode("utf-8", "surrogatepass")
+        is_stored, num_evicted = self._run(self._put, name, size, self.max_bytes, tenant, value)
         return is_stored, num_evicted
 
-    def _values(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        names = [key.hex() for key in keys]
+    def _leading(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> Iterator[Block]:
+        """The leading good ones of these, by one exchange."""
+        values: list[bytes | None] = []
+        with self._noting_faults():
+            values = self._deadline.run(lambda: self._values([key.hex() for key in keys]))
+        for key, tokens, value in zip(keys, token_bytes, values, strict=False):
+            block = None
+            if value is not None:
+                with self._noting_faults(key):
+                    block = read_block(BytesIO(value), namespace=self._namespace, key=key, token_bytes=tokens)
+            if block is None:
+                return
+            yield block
+
+    def _values(self, names: Sequence[str]) -> list[bytes | None]:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.mget([self._prefix + name for name in names])
-        pipeline.evalsha(self._use.sha, len(self._books), *self._books, self._prefix, *names)
-        values, _ = pipeline.execute(raise_on_error=False)
+        pipeline.evalsha(self._use.sha, len(self._keys), *self._keys, self._prefix, *names)
+        # A use that is not noted harms nobody: the server has no memory for it, or lost the script until the next put.
+        values: list[bytes | None] | ValkeyError = pipeline.execute(raise_on_error=False)[0]
         if isinstance(values, ValkeyError):
             raise values
-        # A use that is not noted harms nobody: the server has no memory for it, or lost the script until the next put.
-        found: list[bytes | None] = values
-        return found
-
-    def _checked(self, key: bytes, token_bytes: bytes, value: bytes | None) -> Block | None:
-        if value is None:
-            return None
-        block = self._try(lambda: block_of(value, namespace=self._namespace, key=key, token_bytes=token_bytes), key=key)
-        return None if block is FAULT else block
-
-    def _names(self, tenant: str | None) -> Iterable[list[bytes]]:
-        """Names of what is stored, of one tenant or all, some at a time."""
-        wanted = None if tenant is None else tenant.encode("utf-8", "surrogatepass")
-        cursor: Any = None
-        while cursor != 0:
-            cursor, entries = self._client.hscan(self._books[1], cursor or 0, count=1000)
-            names = [name for name, entry in entries.items() if wanted in (None, entry.partition(b":")[2])]
-            if names:
-                yield names
-
-    def _dropped(self, names: Sequence[bytes | str]) -> int:
-        number: int = self._drop(keys=self._books, args=(self._prefix, *names))
-        return number
+        return values
 
     def _learn_usage(self) -> None:
         """Now and then: it costs a round trip."""
-        if self._clock() < self._known_until_s:
+        if self._clock() < self._usage_until_s:
             return
-        self._known_until_s = self._clock() + _USAGE_TTL_S
+        self._usage_until_s = self._clock() + _USAGE_TTL_S
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.hlen(self._books[1]).hget(self._books[3], "bytes").hgetall(self._books[2])
-        num_entries, num_bytes, tenants = pipeline.execute()
-        self._known = self._usage(
-            num_entries=num_entries,
-            num_bytes=int(num_bytes or 0),
-            tenant_bytes={name.decode("utf-8", "surrogatepass"): int(size) for name, size in tenants.items()},
-        )
+        pipeline.hlen(self._keys[1]).hget(self._keys[3], "bytes").hgetall(self._keys[2])
+        num_entries, num_bytes, tenants = self._deadline.run(pipeline.execute)
+        with self._lock:
+            self._books.num_entries, self._books.num_bytes = num_entries, int(num_bytes or 0)
+            self._books.tenant_bytes = {name.decode("utf-8", "surrogatepass"): int(n) for name, n in tenants.items()}

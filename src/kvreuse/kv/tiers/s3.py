@@ -10,8 +10,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from io import BytesIO
+from typing import Any
 
 import boto3
 from botocore.config import Config as ClientConfig
@@ -19,25 +19,23 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from kvreuse.errors import ConfigError
-from kvreuse.kv.tiers.base import FAULT
-from kvreuse.kv.tiers.block import Block
-from kvreuse.kv.tiers.booked import BookedTier, Found
-from kvreuse.kv.tiers.deadline import Deadline
-from kvreuse.kv.tiers.entry import FIXED_BYTES, MAX_HEADER_BYTES, Header, block_of, entry_size, header_bytes, view_of
+from kvreuse.kv.tiers.base import Deadline
+from kvreuse.kv.tiers.booked import BookedTier, Entry
+from kvreuse.kv.tiers.entry import MAX_HEADER_BYTES, Block, header_of, read_block, read_header, view_of
 from kvreuse.types import Tier
 
 __all__ = ["S3Tier", "fetch_text"]
 
 _GETS_AT_ONCE = 16
-T = TypeVar("T")
 _NAME = re.compile("[0-9a-f]{32}")
 
 
 class S3Tier(BookedTier):
-    """Credentials, region and endpoint are those that boto3 finds. timeout_s: of a connect and of a read."""
+    """Credentials, region and endpoint are those that boto3 finds. timeout_s: of a connect and of a whole request."""
 
     tier = Tier.REMOTE
     faults = (OSError, BotoCoreError, ClientError, HTTPError)
+    is_shared = True
 
     def __init__(
         self,
@@ -50,27 +48,21 @@ class S3Tier(BookedTier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(max_bytes=max_bytes, clock=clock)
-        self._bucket = bucket
-        self._prefix = f"{prefix.strip('/')}/{namespace}/".lstrip("/")
+        self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/{namespace}/".lstrip("/")
         self._namespace = bytes.fromhex(namespace)
-        self._client: Any = boto3.client(
-            "s3",
-            config=ClientConfig(
-                connect_timeout=timeout_s,
-                read_timeout=timeout_s,
-                retries={"total_max_attempts": 1},
-                max_pool_connections=_GETS_AT_ONCE,
-                # Entries bring their own checksums.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-            ),
+        options = ClientConfig(
+            connect_timeout=timeout_s,
+            read_timeout=timeout_s,
+            retries={"total_max_attempts": 1},
+            max_pool_connections=_GETS_AT_ONCE,
+            # Entries bring their own checksums.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
         )
+        self._client: Any = boto3.client("s3", config=options)
         self._deadline = Deadline(timeout_s, num_threads=_GETS_AT_ONCE)
         self._pool = ThreadPoolExecutor(_GETS_AT_ONCE, thread_name_prefix="kvreuse-s3")
         self.open()
-
-    def find(self, keys: Sequence[bytes]) -> int:
-        return len(keys) if self.is_healthy else 0
 
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
         """One alone, then many at once: most prompts that nobody computed yet cost one request."""
@@ -83,96 +75,66 @@ class S3Tier(BookedTier):
                 run.append(block)
         return run
 
-    def discard(self, key: bytes) -> None:
-        with self._lock:
-            is_known = key in self._entries
-        if is_known:
-            super().discard(key)
-        else:
-            self._try(lambda: self._delete(key))
-
     def purge(self, tenant: str | None) -> int:
         """Also of what other instances wrote."""
-        num_dropped = super().purge(tenant)
-        listed = self._try(lambda: [found.key for found in self._open()])
-        keys = [] if listed is FAULT else listed
-        if tenant is not None:
-            keys = [key for key, owner in zip(keys, self._pool.map(self._owner, keys), strict=True) if owner == tenant]
-        list(self._pool.map(self.discard, keys))
-        return num_dropped + len(keys)
+        with self._changing:
+            keys = set(self._keys_of(tenant))
+            with self._noting_faults():
+                listed = list(self._listed())
+                owners = [None] * len(listed) if tenant is None else self._pool.map(self._owner, listed)
+                keys |= {key for key, owner in zip(listed, owners, strict=True) if owner == tenant}
+            self._drop(list(keys), run=self._pool.map)
+            return len(keys)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._deadline.close()
         self._client.close()
 
-    def _open(self) -> list[Found]:
+    def _listed(self) -> dict[bytes, Entry]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
-        listed = [item for page in pages for item in page.get("Contents", ())]
-        listed.sort(key=lambda item: item["LastModified"])
-        named = [(item["Key"].removeprefix(self._prefix), item["Size"]) for item in listed]
-        return [Found(bytes.fromhex(name), size, None) for name, size in named if _NAME.fullmatch(name)]
-
-    def _size(self, block: Block) -> int:
-        return entry_size(block)
-
-    def _at(self, key: bytes) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + key.hex()}
+        objects = sorted((item for page in pages for item in page.get("Contents", ())), key=lambda o: o["LastModified"])
+        named = [(item["Key"].removeprefix(self._prefix), item["Size"]) for item in objects]
+        return {bytes.fromhex(name): Entry(size, None) for name, size in named if _NAME.fullmatch(name)}
 
     def _write(self, block: Block) -> None:
-        with suppress(KeyError):
-            self._ask(lambda: self._client.head_object(**self._at(block.key)))
+        if self._ask("head_object", block.key) is not None:
             return  # another instance was quicker
-        value = b"".join((Header.of(block, namespace=self._namespace).encode(), view_of(block.payload)))
-        self._ask(lambda: self._client.put_object(**self._at(block.key), Body=value))
+        value = b"".join((header_of(block, namespace=self._namespace), view_of(block.payload)))
+        self._ask("put_object", block.key, Body=value)
 
-    def _load(self, key: bytes, token_bytes: bytes) -> Block | None:
-        with self._lock:
-            is_known = key in self._entries
-        if is_known:
-            return super()._load(key, token_bytes)
-        block = self._try(lambda: self._read_unknown(key, token_bytes), key=key) if self.is_healthy else None
-        self._count("hits" if isinstance(block, Block) else "misses")
-        return block if isinstance(block, Block) else None
-
-    def _read_unknown(self, key: bytes, token_bytes: bytes) -> Block | None:
-        try:
-            return self._read(key, token_bytes)
-        except KeyError:
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        value = self._ask("get_object", key)
+        if value is None:
             return None
+        return read_block(BytesIO(value), namespace=self._namespace, key=key, token_bytes=token_bytes)
 
-    def _read(self, key: bytes, token_bytes: bytes) -> Block:
-        value = self._ask(lambda: self._content(key))
-        return block_of(value, namespace=self._namespace, key=key, token_bytes=token_bytes)
+    def _delete(self, key: bytes) -> None:
+        self._ask("delete_object", key)
 
     def _owner(self, key: bytes) -> str | None:
         """Whose an object is; None when it is gone or cannot be asked."""
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None and entry.tenant is not None:
-                return entry.tenant
-        tenant = self._try(lambda: self._tenant(key))
-        return None if tenant is FAULT else tenant
+        known = self._entries.get(key)
+        if known is not None and known.tenant is not None:
+            return known.tenant
+        with self._noting_faults():
+            head = self._ask("get_object", key, Range=f"bytes=0-{MAX_HEADER_BYTES - 1}")
+            if head is not None:
+                return read_header(BytesIO(head), namespace=self._namespace, key=key).tenant
+        return None
 
-    def _tenant(self, key: bytes) -> str:
-        part = f"bytes=0-{MAX_HEADER_BYTES - 1}"
-        head = self._ask(lambda: self._content(key, Range=part))
-        return Header.decode(head[: header_bytes(head[:FIXED_BYTES])]).tenant
+    def _ask(self, operation: str, key: bytes, **more: Any) -> bytes | None:
+        """The body of the answer to one request, as a whole within the timeout; None when there is no such object."""
 
-    def _content(self, key: bytes, **more: str) -> bytes:
-        content: bytes = self._client.get_object(**self._at(key), **more)["Body"].read()
-        return content
+        def call() -> bytes:
+            answer = getattr(self._client, operation)(Bucket=self._bucket, Key=self._prefix + key.hex(), **more)
+            return answer["Body"].read() if "Body" in answer else b""
 
-    def _delete(self, key: bytes) -> None:
-        self._ask(lambda: self._client.delete_object(**self._at(key)))
-
-    def _ask(self, call: Callable[[], T]) -> T:
-        """One request, as a whole within the timeout. Raises KeyError when there is no such object."""
         try:
             return self._deadline.run(call)
         except ClientError as error:
             if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
-                raise KeyError("there is no such object") from None
+                return None
             raise
 
 

@@ -12,29 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kvreuse.kv.codec import BlockCodec
 from kvreuse.kv.tiers.base import StorageTier, TierUsage
-from kvreuse.kv.tiers.block import Block
-from kvreuse.kv.tiers.costs import Costs
+from kvreuse.kv.tiers.entry import Block
 from kvreuse.types import Tier
 
-__all__ = ["Fetched", "Forecast", "TierStack"]
+__all__ = ["Costs", "Fetched", "TierStack"]
 
 log = logging.getLogger("kvreuse.tiers")
 
 MAX_QUEUED_BYTES = 256 * 2**20
 MAX_QUEUED_FETCHES = 64
+MAX_REMEMBERED = 2**16
 NEGATIVE_TTL_S = 5.0
+_WEIGHT = 0.2  # of the newest measurement
 
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """`num_blocks` leading blocks are, or may be, below; loading them takes about `load_ms`."""
-
-    num_blocks: int
-    load_ms: float
+Jobs = queue.Queue[Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,41 +41,57 @@ class Fetched:
     tier: Tier
 
 
+class Costs:
+    """Exponentially weighted means, measured as it happens: the break-even between loading and computing.
+
+    load_ms: of a block, by tier; prefill_ms: of a token. Until something was measured: a local disk and network, taken
+    optimistically so that a first try measures. on_load: is told of every fetch that brought something, from where and
+    how long it took in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.on_load: Callable[[Tier, float], None] | None = None
+        self.load_ms = {Tier.HOST: 0.5, Tier.DISK: 1.0, Tier.REMOTE: 2.0}
+        self.prefill_ms = 1.0
+        self._has_prefill = False
+
+    def loaded(self, tier: Tier, *, num_blocks: int, took_ms: float) -> None:
+        """A fetch from `tier` brought so many blocks; one that brought none says nothing."""
+        if num_blocks:
+            self.load_ms[tier] += _WEIGHT * (took_ms / num_blocks - self.load_ms[tier])
+            if self.on_load is not None:
+                self.on_load(tier, took_ms / 1e3)
+
+    def computed(self, *, num_tokens: int, took_ms: float) -> None:
+        """A step of prefill computed so many tokens, at least one."""
+        weight = _WEIGHT if self._has_prefill else 1.0
+        self.prefill_ms += weight * (took_ms / num_tokens - self.prefill_ms)
+        self._has_prefill = True
+
+
 class TierStack:
     """Tiers from fast to slow. write: "through" puts every offered block in every tier, "on_evict" only in the first
     one, whose own evictions go to the next; "off" only reads."""
 
     def __init__(
-        self,
-        tiers: Sequence[StorageTier],
-        codec: BlockCodec,
-        *,
-        encoding: str = "raw",
-        write: str = "through",
-        num_workers: int = 2,
-        clock: Callable[[], float] = time.monotonic,
+        self, tiers: Sequence[StorageTier], codec: BlockCodec, *, encoding: str = "raw", write: str = "through"
     ) -> None:
-        self._tiers = list(tiers)
-        self._codec = codec
-        self._encoding = encoding
-        self.write = write
-        self._clock = clock
+        self._tiers, self._codec, self._encoding, self.write = list(tiers), codec, encoding, write
         self.costs = Costs()
         self.num_dropped = 0
+        self._lock = threading.Lock()  # of what follows
+        self._queued: dict[int, Block] = {}  # to be stored, by number of the offer; a purge takes it out
         self._queued_bytes = 0
+        self._num_offers = 0
         self._absent: dict[bytes, float] = {}  # first keys that nobody had, until when
         self._offered: dict[bytes, None] = {}  # what was put lately, oldest first
-        self._num_purges = 0
-        self._purged: dict[str | None, int] = {}  # tenant, or None for all -> the last purge of it
-        self._lock = threading.Lock()
-        self._puts: queue.SimpleQueue[tuple[Block, int] | None] = queue.SimpleQueue()
-        self._fetches: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED_FETCHES)
-        self._threads = [threading.Thread(target=self._put_loop, name="kvreuse-demote", daemon=True)]
-        self._threads += [
-            threading.Thread(target=self._fetch_loop, name=f"kvreuse-promote-{i}", daemon=True)
-            for i in range(num_workers)
+        self._puts: Jobs = queue.Queue()
+        self._fetches: Jobs = queue.Queue(MAX_QUEUED_FETCHES)
+        self._workers = [
+            (jobs, threading.Thread(target=_work_off, args=(jobs,), name=f"kvreuse-{name}", daemon=True))
+            for jobs, name in ((self._puts, "demote"), (self._fetches, "promote-0"), (self._fetches, "promote-1"))
         ]
-        for thread in self._threads:
+        for _, thread in self._workers:
             thread.start()
 
     def wants(self, key: bytes) -> bool:
@@ -94,51 +106,45 @@ class TierStack:
                 self.num_dropped += 1
                 return
             self._queued_bytes += block.num_bytes
+            self._num_offers += 1
+            number = self._num_offers
+            self._queued[number] = block
             self._offered[block.key] = None
             self._absent.pop(block.key, None)
-            num_purges = self._num_purges
-            if len(self._offered) > 2**16:
+            if len(self._offered) > MAX_REMEMBERED:
                 del self._offered[next(iter(self._offered))]
-        self._puts.put((block, num_purges))
+        self._puts.put(lambda: self._put(number, block))
 
-    def forecast(self, keys: Sequence[bytes]) -> Forecast:
-        """What a fetch of these keys would bring. Does no I/O."""
+    def forecast(self, keys: Sequence[bytes]) -> tuple[int, float]:
+        """How many leading blocks are, or may be, below, and about how many ms loading them takes. Does no I/O."""
         with self._lock:
-            if not keys or self._absent.get(keys[0], 0.0) > self._clock():
-                return Forecast(0, 0.0)
+            if not keys or self._absent.get(keys[0], 0.0) > time.monotonic():
+                return 0, 0.0
         num_blocks, load_ms = 0, 0.0
         for tier in self._tiers:
-            found = tier.find(keys[num_blocks:])
-            if found:
-                load_ms += self.costs.load_ms(tier.tier, num_blocks=found)
-                num_blocks += found
-        return Forecast(num_blocks, load_ms)
+            num_found = tier.find(keys[num_blocks:])
+            load_ms += self.costs.load_ms[tier.tier] * num_found
+            num_blocks += num_found
+        return num_blocks, load_ms
 
     def fetch(self, keys: Sequence[bytes], token_bytes: Sequence[bytes], on_done: Callable[[Fetched], None]) -> bool:
         """Load the leading blocks that are there; on_done is called on a worker. False: too many fetches wait."""
-        try:
+        with suppress(queue.Full):
             self._fetches.put_nowait(lambda: on_done(self._load(keys, token_bytes)))
-        except queue.Full:
-            return False
-        return True
+            return True
+        return False
 
     def purge(self, tenant: str | None) -> int:
         """Drop what one tenant, or everybody, has in any tier or on its way there; returns entries."""
         with self._lock:
             self._offered.clear()
-            self._num_purges += 1
-            self._purged[tenant] = self._num_purges
+            self._queued = {n: block for n, block in self._queued.items() if tenant not in (None, block.tenant)}
         return sum(tier.purge(tenant) for tier in self._tiers)
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Drop these entries everywhere, soon and on a worker: they are wrong."""
         with suppress(queue.Full):
             self._fetches.put_nowait(lambda: self._discard(keys))
-
-    def _discard(self, keys: Sequence[bytes]) -> None:
-        for tier in self._tiers:
-            for key in keys:
-                tier.discard(key)
 
     def usage(self) -> dict[Tier, TierUsage]:
         return {tier.tier: tier.usage() for tier in self._tiers}
@@ -152,69 +158,59 @@ class TierStack:
 
     def close(self) -> None:
         """End the workers; what still waits to be stored is stored first."""
-        self._puts.put(None)
-        for _ in self._threads[1:]:
-            self._fetches.put(None)
-        for thread in self._threads:
+        for jobs, _ in self._workers:
+            jobs.put(None)
+        for _, thread in self._workers:
             thread.join(timeout=10)
         for tier in self._tiers:
             tier.close()
 
-    def _put_loop(self) -> None:
-        while (item := self._puts.get()) is not None:
-            block, num_purges = item
-            try:
-                if not self._is_purged(block, num_purges):
-                    self._store(block)
-                if self._is_purged(block, num_purges):
-                    self._discard([block.key])
-            finally:
-                with self._lock:
-                    self._queued_bytes -= block.num_bytes
+    # -- on the workers ---------------------------------------------------------------------------
 
-    def _is_purged(self, block: Block, num_purges: int) -> bool:
-        """Whether its tenant was purged after the block was offered."""
+    def _put(self, number: int, block: Block) -> None:
+        if number in self._queued:
+            payload, encoding = self._codec.pack(block.payload, self._encoding)
+            packed = replace(block, payload=payload, encoding=encoding)
+            if self.write == "through":
+                for tier in self._tiers:
+                    tier.put(packed)
+            else:
+                self._demote(packed, level=0)
         with self._lock:
-            return max(self._purged.get(block.tenant, 0), self._purged.get(None, 0)) > num_purges
-
-    def _store(self, block: Block) -> None:
-        payload, encoding = self._codec.pack(block.payload, self._encoding)
-        packed = Block(
-            key=block.key, tenant=block.tenant, token_bytes=block.token_bytes, payload=payload, encoding=encoding
-        )
-        if self.write == "through":
-            for tier in self._tiers:
-                tier.put(packed)
-        else:
-            self._demote(packed, level=0)
+            is_purged = self._queued.pop(number, None) is None
+        if is_purged:  # perhaps while it was stored
+            self._discard([block.key])
+        with self._lock:
+            self._queued_bytes -= block.num_bytes
 
     def _demote(self, block: Block, *, level: int) -> None:
-        if level < len(self._tiers):
-            stored = self._tiers[level].put(block, on_evict=lambda evicted: self._demote(evicted, level=level + 1))
-            if not stored:
-                self._demote(block, level=level + 1)
+        for lower, tier in enumerate(self._tiers[level:], level + 1):
+            pass_on = partial(self._demote, level=lower) if lower < len(self._tiers) else None
+            if tier.put(block, on_evict=pass_on):
+                return
 
-    def _fetch_loop(self) -> None:
-        while (job := self._fetches.get()) is not None:
-            job()
+    def _discard(self, keys: Sequence[bytes]) -> None:
+        for tier in self._tiers:
+            for key in keys:
+                tier.discard(key)
 
     def _load(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> Fetched:
         blocks: list[Block] = []
-        slowest = Tier.NONE
-        while len(blocks) < len(keys):
-            number, before = len(blocks), len(blocks)
+        slowest, num_before = Tier.NONE, -1
+        while num_before < len(blocks) < len(keys):  # a tier may have what comes after the blocks of a slower one
+            num_before = len(blocks)
             for tier in self._tiers:
-                started_s = time.perf_counter()
-                run = self._unpacked(tier.load_run(keys[number:], token_bytes[number:]))
-                self.costs.loaded(tier.tier, num_blocks=len(run), took_ms=(time.perf_counter() - started_s) * 1e3)
-                if run:
-                    blocks += run
-                    number = len(blocks)
+                started_s, begin = time.perf_counter(), len(blocks)
+                blocks += self._unpacked(tier.load_run(keys[begin:], token_bytes[begin:]))
+                took_ms, num_blocks = (time.perf_counter() - started_s) * 1e3, len(blocks) - begin
+                self.costs.loaded(tier.tier, num_blocks=num_blocks, took_ms=took_ms)
+                if num_blocks:
                     slowest = max(slowest, tier.tier, key=list(Tier).index)
-            if len(blocks) == before:
-                break
         if not blocks:
-            self._remember_absent(keys[0])
+            now = time.monotonic()
+            with self._lock:
+                self._absent = {key: until_s for key, until_s in self._absent.items() if until_s > now}
+                self._absent[keys[0]] = now + NEGATIVE_TTL_S
         return Fetched(tuple(blocks), slowest)
 
     def _unpacked(self, run: Sequence[Block]) -> list[Block]:
@@ -226,13 +222,10 @@ class TierStack:
                 log.warning("a block from a lower tier does not unpack; it is dropped")
                 self._discard([block.key])
                 break
-            blocks.append(
-                Block(key=block.key, tenant=block.tenant, token_bytes=block.token_bytes, payload=raw, encoding="raw")
-            )
+            blocks.append(replace(block, payload=raw, encoding="raw"))
         return blocks
 
-    def _remember_absent(self, key: bytes) -> None:
-        now = self._clock()
-        with self._lock:
-            self._absent = {k: until for k, until in self._absent.items() if until > now}
-            self._absent[key] = now + NEGATIVE_TTL_S
+
+def _work_off(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
