@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from kvreuse.config import Config
 from kvreuse.errors import ConfigError
-from kvreuse.kv.identity import adapter_digest, checkpoint_folder, kv_namespace, model_digest, why_not_shared
+from kvreuse.kv.identity import checkpoint_folder, kv_namespace, model_digest
 from kvreuse.kv.layout import KVLayout, LayerSpec
 
 CPU = torch.device("cpu")
@@ -115,14 +115,16 @@ def test_a_damaged_memory_of_a_digest_is_not_believed(folder, tmp_path, monkeypa
     monkeypatch.setattr("kvreuse.kv.identity._RACY_S", -1.0)
     name = model_digest(folder)
     [memo] = (tmp_path / "cache" / "kvreuse" / "digests").iterdir()
-    memo.write_text(content if content != "damaged" else memo.read_text().replace('"tensors": {"', '"tensors": {"x'))
+    memo.write_text(content if content != "damaged" else memo.read_text().replace('{"', '{"x'))
     assert model_digest(folder) == name
 
 
 def test_a_cache_folder_that_cannot_be_written_costs_only_time(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("kvreuse.kv.identity._RACY_S", -1.0)
+    name = model_digest(folder)
     (tmp_path / "file").write_text("")
-    assert model_digest(folder, cache_dir=tmp_path / "file") == model_digest(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert model_digest(folder) == name
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}" + bytes(3)])
@@ -157,7 +159,6 @@ def test_what_comes_after_the_last_keys_and_values_does_not_part_models_that_sha
     change_tensor(other, name)
     assert model_digest(other, is_shared=True) == model_digest(folder, is_shared=True)
     assert model_digest(other) != model_digest(folder)
-    assert why_not_shared(folder, other) is None
 
 
 @pytest.mark.parametrize(
@@ -165,21 +166,16 @@ def test_what_comes_after_the_last_keys_and_values_does_not_part_models_that_sha
     ["model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj",
      "model.layers.1.input_layernorm", "model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.v_proj"],
 )  # fmt: skip
-def test_whatever_makes_keys_and_values_parts_them_and_one_sentence_says_why(folder, tmp_path, name):
+def test_whatever_makes_keys_and_values_parts_them(folder, tmp_path, name):
     other = shutil.copytree(folder, tmp_path / "other")
     change_tensor(other, name)
     assert model_digest(other, is_shared=True) != model_digest(folder, is_shared=True)
-    assert why_not_shared(folder, other) == (
-        f"model and other do not share KV because 1 of the 10 tensors that make them differ, first {name}.weight: "
-        "their keys and values are different numbers, not merely different shapes"
-    )
 
 
-def test_another_size_parts_them_and_the_sentence_names_it(folder, tmp_path):
+def test_another_size_parts_them(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     (other / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8}))
     assert model_digest(other, is_shared=True) != model_digest(folder, is_shared=True)
-    assert "their configs differ in hidden_size" in str(why_not_shared(folder, other))
 
 
 def test_names_and_the_chat_template_do_not_part_models_that_share(folder, tmp_path):
@@ -227,14 +223,3 @@ def test_options_that_do_not_change_stored_kv_do_not_change_the_namespace(folder
 def test_another_dtype_of_the_pool_changes_the_namespace(folder):
     layout = KVLayout(tuple(replace(layer, dtype=torch.float16) for layer in LAYOUT.layers))
     assert kv_namespace(Config(), folder=folder, layout=layout) != kv_namespace(Config(), folder=folder, layout=LAYOUT)
-
-
-def test_new_bytes_of_an_adapter_under_the_same_name_change_the_namespace(folder, tmp_path):
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    names = [kv_namespace(Config(), folder=folder, layout=LAYOUT)]
-    for content in (b"one", b"two"):
-        (adapter / "adapter_model.safetensors").write_bytes(content)
-        names.append(kv_namespace(Config(), folder=folder, layout=LAYOUT, adapter=adapter))
-        assert len(adapter_digest(adapter)) == 32
-    assert len(set(names)) == 3
