@@ -218,7 +218,7 @@ class TierStack:
         for block in run:
             try:
                 raw = self._codec.unpack(block.payload, block.encoding)
-            except (ValueError, KeyError):
+            except ValueError:
                 log.warning("a block from a lower tier does not unpack; it is dropped")
                 self._discard([block.key])
                 break
