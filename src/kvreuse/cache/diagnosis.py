@@ -39,17 +39,23 @@ def _longest_common(reached: Node | None, query: Query, *, begin: int) -> int:
     if reached is None:
         return -1
     rest = query.tokens[begin * TOKEN_BYTES :]
-    recent = islice(reversed(reached.children.values()), _MAX_EXAMINED)
-    return max((common_prefix(child.tokens, rest, unit=TOKEN_BYTES) for child in recent), default=-1)
+    longest, longer = -1, b""
+    for child in islice(reversed(reached.children.values()), _MAX_EXAMINED):
+        if child.tokens.startswith(longer):
+            longest = common_prefix(child.tokens, rest, unit=TOKEN_BYTES)
+            longer = rest[: (longest + 1) * TOKEN_BYTES]
+    return longest
 
 
 def _is_elsewhere(tree: PrefixTree, query: Query) -> bool:
     """Is the first block cached under another model or adapter of the same tenant?"""
     packed = query.tokens[: tree.block_size * TOKEN_BYTES]
     for root in islice(tree.roots(query.scope.tenant), _MAX_EXAMINED):
+        if root.scope == query.scope:
+            continue
         hashes: list[bytes] = []
         extend_hashes(hashes, packed, scope=root.scope, block_size=tree.block_size)
         node = root.children.get(hashes[0])
-        if root.scope != query.scope and node is not None and node.tokens.startswith(packed):
+        if node is not None and node.tokens.startswith(packed):
             return True
     return False

@@ -48,13 +48,17 @@ class _Level:
             self._oldest = sorted(self._newest)
             self._max_entries = 2 * len(self._newest) + _MIN_TO_SWEEP
 
-    def ends(self) -> list[_Entry]:
-        """The entries that were used first and last: two, one or none."""
+    def first(self) -> list[_Entry]:
+        """The entry that was used first: one or none."""
         while self._oldest and not is_current(self._oldest[0]):
             heappop(self._oldest)
+        return self._oldest[:1]
+
+    def ends(self) -> list[_Entry]:
+        """The entries that were used first and last: two, one or none."""
         while self._newest and not is_current(self._newest[-1]):
             self._newest.pop()
-        first, last = self._oldest[:1], self._newest[-1:]
+        first, last = self.first(), self._newest[-1:]
         return first if first == last else first + last
 
     def __contains__(self, node: Node) -> bool:
@@ -161,16 +165,17 @@ class Evictor:
                 if not (node.hashes or parent is None or parent.is_root or parent.children or parent.pins):
                     self._file(parent, levels)
                     changed.add(parent.level)
-            for changed_number in changed:
+            for changed_number in changed if freed < num_slots else ():
                 for candidate in self._candidates(levels, changed_number):
                     heappush(candidates, candidate)
         return freed
 
     def _oldest_unless_worse(self, levels: defaultdict[int, _Level], entry: _Entry, key: float) -> _Entry:
         """The least recently used of all, when the entry's key is smaller by no more than the policy's margin."""
-        firsts = [end for level in levels.values() for end in level.ends()[:1]]
+        firsts = [first for level in levels.values() for first in level.first()]
         oldest = min(firsts, default=entry)  # none when matchers have pinned them all meanwhile
-        return oldest if self._uses.key(oldest[2]) - key < self._uses.policy.margin else entry
+        is_better = oldest is not entry and self._uses.key(oldest[2]) - key < self._uses.policy.margin
+        return oldest if is_better else entry
 
     def _candidates(self, levels: defaultdict[int, _Level], number: int) -> Iterator[_Candidate]:
         """What of a level may go next, as it sorts: the first used before the last used where their keys are equal."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 from xxhash import xxh3_128_digest
 
@@ -29,6 +30,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
+@lru_cache(maxsize=256)  # every block of a request has the same
 def encode_scope(scope: Scope) -> bytes:
     """Tagged, length-prefixed parts: no two different scopes encode alike."""
     out = bytearray()

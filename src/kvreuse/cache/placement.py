@@ -50,7 +50,7 @@ class Placer:
         if short <= 0 and self._fit(lease, num_slots, num_live):
             return True
         own = {node for node in lease.chain() if node.pins == 1}
-        if short > self._evictor.num_evictable or not self._can_ever_fit(lease, own, num_slots, others=others):
+        if not self._can_ever_fit(lease, own, num_slots, others=others):
             return False
         self._evictor.evict(short)
         return self._make_room(lease, own, num_slots, num_live=num_live)
@@ -104,11 +104,10 @@ class Placer:
         fixed = [node.span for node in self._tree.pinned() if node not in own]
         fixed += [other.private for other in others if other is not lease and other.private is not None]
         begin = 0
-        for span in [*sorted(fixed, key=lambda span: span.start), Span(self._spans.num_slots, 0)]:
-            room = span.start - begin
-            if room >= num_slots + sum(node.span.length for node in own if begin <= node.span.start < span.start):
+        for start, end in [*sorted((span.start, span.end) for span in fixed), (self._spans.num_slots, 0)]:
+            if start - begin >= num_slots + sum(node.span.length for node in own if begin <= node.span.start < start):
                 return True
-            begin = span.end
+            begin = end
         return False
 
     def _clear(self, lease: Lease, num_slots: int, num_live: int) -> bool:

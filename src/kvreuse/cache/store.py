@@ -152,8 +152,9 @@ class PrefixCache:
         end -= end % size
         if not lease.keeps or end <= begin:
             return 0
-        known = min(len(lease.hashes) * size, end)
-        extend_hashes(lease.hashes, pack_tokens(token_ids[known:end]), scope=lease.scope, block_size=size)
+        known = len(lease.hashes) * size
+        if known < end:
+            extend_hashes(lease.hashes, pack_tokens(token_ids[known:end]), scope=lease.scope, block_size=size)
         with self._structure:
             lease.check_open()
             if self._tree.find(lease.hashes[begin // size]) is not None:
@@ -247,7 +248,8 @@ class PrefixCache:
             walk.runs.append((upper.span.start, upper.span.length))
             walk.node = upper
             walk.num_blocks += upper.num_blocks
-        self._counters.add(num_collisions=int(walk.is_collision))
+        if walk.is_collision:
+            self._counters.add(num_collisions=1)
         self._take(lease, walk)
 
     def _share(self, lease: Lease, token_ids: Sequence[int], end: int) -> None:

@@ -65,11 +65,12 @@ class PrefixTree:
             yield from bucket.nodes.values()
 
     def pinned(self) -> list[Node]:
-        """Every pinned node, doomed ones included."""
+        """Every pinned node, doomed ones included. What is pinned or unpinned meanwhile may be in it or not."""
         out: list[Node] = []
         for bucket in self._buckets:
-            with bucket.lock:
-                out += bucket.pinned
+            if bucket.pinned:  # most are empty, and a lock for each of them would be most of the work
+                with bucket.lock:
+                    out += bucket.pinned
         return out
 
     def walk(self, query: Query, at: Walk, *, fresh_after: float, use: Callable[[Node], None] | None) -> Walk:
@@ -250,6 +251,7 @@ class PrefixTree:
                 node.hashes, node.tokens = node.hashes[: keep * HASH_BYTES], node.tokens[: keep * self._block_bytes]
             else:
                 node.hashes = node.tokens = b""
+                span.owner = None  # no circle of references: a node that left is freed without a collector
                 if bucket.nodes.get(first) is node:
                     del bucket.nodes[first]
         if not keep:
