@@ -17,6 +17,7 @@ from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.grammar import Grammars
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.lower_tiers import LowerTiers
+from kvreuse.engine.packed import pack_linears
 from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
 from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
@@ -68,6 +69,8 @@ def build(config: Config) -> EngineParts:
         configure_threads(config.num_threads)
     register()
     loaded = load_model(config, device=device, attn_implementation=NAME)
+    if device.type == "cpu":
+        pack_linears(loaded.model)
     parts = assemble(loaded, config)
     for doubt in doubts(
         config,

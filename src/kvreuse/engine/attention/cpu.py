@@ -2,11 +2,13 @@
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` returns the log-sum-exp of each row beside the output; with it the
 attention over disjoint keys is the weighted mean of the partial attentions. The query heads that share a KV head are
-stacked on the query axis, so a run that n rows see is one call with n x group queries.
+stacked on the query axis, so a run that n rows see is one call with n x group queries. Short tails of decoding
+sequences are gathered into one padded call: its copy costs less than a call for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +22,36 @@ __all__ = ["CPUBackend"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
+# Tails up to so many tokens are read in one call, from so many tails on.
+MAX_TAIL, MIN_TAILS = 192, 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """A call with what does not depend on the layer's values: where its keys are and its mask."""
 
     rows: slice
-    keys: slice | Tensor  # a view when the run is one piece, else the slots to gather
+    keys: tuple[int, int] | Tensor  # a view when the run is one piece, else the slots to gather
     is_causal: bool
     mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tails:
+    """n rows that see up to `longest` slots each: slots (n x longest,), padded; mask (n, 1, 1, longest), additive."""
+
+    rows: slice | Tensor
+    slots: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """`first` and `tails` cover every row once; `more` is merged into them."""
+
+    first: tuple[_Prepared, ...]
+    tails: _Tails | None
+    more: tuple[_Prepared, ...]
 
 
 class CPUBackend:
@@ -44,19 +67,20 @@ class CPUBackend:
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:
         """query (1, query_heads, T, head_dim) -> output (1, T, query_heads, head_dim)."""
         spec = step.pool.layout.layers[layer]
-        first, more = _prepare(step, spec.window, spec.dtype)
+        plan = _prepare(step, spec.window, spec.dtype)
         _, num_heads, num_rows, head_dim = query.shape
         grouped = query.to(spec.dtype).view(spec.num_kv_heads, num_heads // spec.num_kv_heads, num_rows, head_dim)
-        slabs = step.pool.keys[layer], step.pool.values[layer]
-        parts = [_call(grouped, slabs, call, scaling) for call in first]
-        if len(parts) == 1:
-            out, lse = parts[0]
-        else:
-            out = torch.cat([part for part, _ in parts], dim=2)
-            lse = torch.cat([part for _, part in parts], dim=2)
-        if more or sinks is not None:
-            out = out.float()
-        for call in more:
+        slabs = step.pool.heads[layer]
+        is_merged = bool(plan.more) or sinks is not None
+        out = torch.empty_like(grouped, dtype=torch.float32 if is_merged else spec.dtype)
+        lse = torch.empty(grouped.shape[:3])
+        if plan.tails is not None:
+            rows = plan.tails.rows
+            part, lse[:, :, rows] = _tails(grouped[:, :, rows], slabs, plan.tails, scaling)
+            out[:, :, rows] = part.to(out.dtype)
+        for call in plan.first:
+            out[:, :, call.rows], lse[:, :, call.rows] = _call(grouped, slabs, call, scaling)
+        for call in plan.more:
             _merge(out[:, :, call.rows], lse[:, :, call.rows], *_call(grouped, slabs, call, scaling))
         if sinks is not None:
             # A sink is one more key whose value is zero.
@@ -68,7 +92,8 @@ def _call(grouped: Tensor, slabs: tuple[Tensor, Tensor], call: _Prepared, scalin
     """grouped (kv_heads, group, T, head_dim) -> output (kv_heads, group, rows, head_dim) and lse without head_dim."""
     rows = grouped[:, :, call.rows]
     num_kv_heads, group, num_rows, head_dim = rows.shape
-    keys, values = (slab[call.keys].transpose(0, 1).unsqueeze(0) for slab in slabs)
+    where = call.keys
+    keys, values = (s.index_select(2, where) if isinstance(where, Tensor) else s.narrow(2, *where) for s in slabs)
     if call.is_causal or call.mask is not None:
         rows = rows.reshape(1, num_kv_heads * group, num_rows, head_dim)
     else:
@@ -77,28 +102,67 @@ def _call(grouped: Tensor, slabs: tuple[Tensor, Tensor], call: _Prepared, scalin
     return out.view(num_kv_heads, group, num_rows, head_dim), lse.view(num_kv_heads, group, num_rows)
 
 
+def _tails(rows: Tensor, slabs: tuple[Tensor, Tensor], tails: _Tails, scaling: float) -> tuple[Tensor, Tensor]:
+    """rows (kv_heads, group, n, head_dim) -> output of the same shape and lse without head_dim."""
+    num_kv_heads, _, num_tails, head_dim = rows.shape
+    keys, values = (
+        slab.index_select(2, tails.slots).view(num_kv_heads, num_tails, -1, head_dim).transpose(0, 1) for slab in slabs
+    )
+    out, lse = _flash(rows.permute(2, 0, 1, 3), keys, values, 0.0, False, attn_mask=tails.mask, scale=scaling)
+    return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
+
+
 def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Fold a second partial attention of the same rows into `out` (float32) and `lse`, in place."""
-    both = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - both).unsqueeze(-1)).addcmul_(other, torch.exp(other_lse - both).unsqueeze(-1))
-    lse.copy_(both)
+    # With w the share of the other: out + w (other - out), and lse grows by -log(1 - w).
+    share = torch.sigmoid(other_lse - lse)
+    out.lerp_(other.float(), share.unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, other_lse))
 
 
-def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> tuple[list[_Prepared], list[_Prepared]]:
+def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> _Plan:
     key = (window, dtype)
     if key not in step.prepared:
         plan = step.plan(window)
-        step.prepared[key] = [_prepared(c, dtype) for c in plan.first], [_prepared(c, dtype) for c in plan.more]
-    prepared: tuple[list[_Prepared], list[_Prepared]] = step.prepared[key]
+        tails = [call for call in plan.first if _is_tail(call)]
+        first = plan.first
+        if len(tails) >= MIN_TAILS:
+            first = tuple(call for call in first if not _is_tail(call))
+        step.prepared[key] = _Plan(
+            tuple(_prepared(call, dtype) for call in first),
+            _gathered(tails, dtype) if len(tails) >= MIN_TAILS else None,
+            tuple(_prepared(call, dtype) for call in plan.more),
+        )
+    prepared: _Plan = step.prepared[key]
     return prepared
+
+
+def _is_tail(call: Call) -> bool:
+    return call.num_rows == 1 and call.window is None and call.num_slots <= MAX_TAIL
+
+
+def _gathered(calls: Sequence[Call], dtype: torch.dtype) -> _Tails:
+    longest = max(call.num_slots for call in calls)
+    slots = []
+    for call in calls:
+        own = [slot for start, length in call.runs for slot in range(start, start + length)]
+        slots += own + own[-1:] * (longest - len(own))  # any slot that was written will do, the mask hides it
+    lengths = torch.tensor([call.num_slots for call in calls])
+    mask = torch.zeros(len(calls), longest, dtype=dtype)
+    mask.masked_fill_(torch.arange(longest) >= lengths[:, None], float("-inf"))
+    rows = [call.first_row for call in calls]
+    is_one_piece = rows[-1] - rows[0] + 1 == len(rows)
+    return _Tails(
+        slice(rows[0], rows[-1] + 1) if is_one_piece else torch.tensor(rows),
+        torch.tensor(slots),
+        mask[:, None, None, :],
+    )
 
 
 def _prepared(call: Call, dtype: torch.dtype) -> _Prepared:
     rows = slice(call.first_row, call.first_row + call.num_rows)
-    if len(call.runs) == 1:
-        slot, length = call.runs[0]
-        keys: slice | Tensor = slice(slot, slot + length)
-    else:
+    keys: tuple[int, int] | Tensor = call.runs[0]
+    if len(call.runs) > 1:
         keys = torch.cat([torch.arange(slot, slot + length) for slot, length in call.runs])
     return _Prepared(rows, keys, call.is_causal, None if call.window is None else _mask(call, dtype))
 

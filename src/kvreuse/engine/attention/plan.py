@@ -56,6 +56,10 @@ class Call:
     window: int | None = None
     num_before: int = 0
 
+    @property
+    def num_slots(self) -> int:
+        return sum(length for _, length in self.runs)
+
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:

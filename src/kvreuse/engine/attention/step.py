@@ -55,7 +55,7 @@ class Step:
         Returns (1, T, query_heads, value_head_dim).
         """
         query, key, value = qkv
-        self.pool.write(index, self.slots_on(key.device), key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self.pool.write(index, self.slots_on(key.device), key, value)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return self.backend.attend(self, index, query, scaling=scaling, sinks=kwargs.get("s_aux"))

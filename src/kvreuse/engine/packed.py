@@ -1,0 +1,58 @@
+"""Linear layers whose weights lie in the order that the CPU's matrix kernels read them in.
+
+A stock linear layer has its weights rearranged on every call; here it is done once, at load. Knows torch's oneDNN
+operators. Knows nothing of the model around the layers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["pack_linears"]
+
+log = logging.getLogger("kvreuse.engine")
+
+# The kernels lay weights out for a number of rows; that for a decode batch is good for prefill too.
+ROWS = 32
+
+
+class PackedLinear(nn.Module):
+    """Same values as the layer it replaces, up to rounding. The stock weights are let go unless they are tied."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows (..., in_features) -> (..., out_features)."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return result
+
+
+@torch.no_grad()
+def pack_linears(model: nn.Module) -> int:
+    """Replace every plain linear layer on the CPU, in place; how many. 0 where this build of torch cannot.
+
+    Subclasses of nn.Linear (quantised layers, adapters) stay as they are.
+    """
+    num_packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and _can_pack(child.weight):
+                setattr(parent, name, PackedLinear(child))
+                num_packed += 1
+    return num_packed
+
+
+def _can_pack(weight: Tensor) -> bool:
+    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not has_operator or weight.device.type != "cpu":
+        return False
+    if weight.dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype is torch.float32
