@@ -14,7 +14,6 @@ from contextlib import aclosing
 from djl_python import Input, Output
 from djl_python.async_utils import create_non_stream_output, create_stream_chunk_output
 
-from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
 from kvreuse.errors import EngineDeadError, KVReuseError, RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.handler import model_fn
@@ -41,8 +40,7 @@ async def handle(inputs: Input) -> Output | AsyncIterator[Output] | None:
         body = await answer.wait()
     except KVReuseError as error:
         return _refusal(error)
-    facts = {CUSTOM_ATTRIBUTES: custom_attributes(answer.meta.request_id, answer.facts)}
-    return create_non_stream_output(body.decode(), properties=answer.headers | facts)
+    return create_non_stream_output(body.decode(), properties=answer.headers)
 
 
 async def _stream(answer: Answer) -> AsyncIterator[Output]:

@@ -18,8 +18,6 @@ from serving import ROOT
 
 from kvreuse.errors import ConfigError
 from kvreuse.server import handler
-from kvreuse.server.callers import Tenancy
-from kvreuse.server.service import Limits
 
 STAND_IN = Path(__file__).parent / "djl_stand_in"
 HELLO = {"inputs": "hello", "parameters": {"max_new_tokens": 3}}
@@ -66,11 +64,8 @@ def test_the_first_empty_request_loads_the_model_and_has_no_answer(ask: Ask, mak
     assert site.engine.submitted == []
 
 
-def test_a_model_that_cannot_be_had_fails_the_first_request(
-    ask: Ask, make_site: MakeSite, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_site()
-    monkeypatch.setattr(handler.process, "service", None)
+def test_a_model_that_cannot_be_had_fails_the_first_request(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "process", handler.Process())
     monkeypatch.setenv("OPTION_MODEL_ID", "/nonexistent/model")
     with pytest.raises(ConfigError):
         ask(None)
@@ -117,8 +112,8 @@ def test_a_refusal_is_a_status_and_a_sentence(
     assert said in output.error
 
 
-def test_headers_name_the_tenant(ask: Ask, site: Site) -> None:
-    site.service.tenancy = Tenancy(mode="required")
+def test_headers_name_the_tenant(ask: Ask, make_site: MakeSite) -> None:
+    site = make_site(tenant_mode="required")
     (refused,), (answered,) = ask(HELLO), ask(HELLO, X_KVReuse_Tenant="ada")
     assert refused.caller_code == 400
     assert answered.caller_code is None
@@ -131,7 +126,7 @@ def test_a_session_is_opened_as_in_any_other_server(ask: Ask, site: Site) -> Non
 
 
 def test_a_fault_in_mid_stream_is_the_last_event(ask: Ask, make_site: MakeSite) -> None:
-    make_site(engine=FakeEngine(step_s=0.05), limits=Limits(stream_timeout_s=0.3))
+    make_site(engine=FakeEngine(step_s=0.05), stream_timeout_s=0.3)
     outputs = ask({"inputs": "hello", "stream": True})
     assert outputs[-1].last
     error = json.loads(outputs[-1].data.removeprefix("event: error\ndata: "))["error"]

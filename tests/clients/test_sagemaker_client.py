@@ -18,9 +18,6 @@ from server.conftest import MakeSite, Site
 from serving import Container
 from shim import ENDPOINT, VARIANT, runtime, runtime_client
 
-from kvreuse.server.callers import Tenancy
-from kvreuse.server.service import Limits
-
 JSON = "application/json"
 # As the client's own model of the service has it.
 SESSION_HEADER = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9])*;\sExpires=\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z")
@@ -171,7 +168,7 @@ def test_a_step_that_fails_in_mid_stream_is_a_model_stream_error(make_site: Make
 
 
 def test_a_stream_past_its_deadline_is_a_model_stream_error(make_site: MakeSite) -> None:
-    site = make_site(engine=FakeEngine(step_s=0.05), limits=Limits(stream_timeout_s=0.5))
+    site = make_site(engine=FakeEngine(step_s=0.05), stream_timeout_s=0.5)
     with client_of(site) as client:
         pieces = stream(client, {"inputs": "hello", "stream": True})
         with pytest.raises(EventStreamError, match="ModelStreamError"):
@@ -245,8 +242,7 @@ def test_the_same_inference_id_in_flight_is_one_computation(make_site: MakeSite)
 
 
 def test_custom_attributes_can_name_the_tenant(make_site: MakeSite) -> None:
-    site = make_site()
-    site.service.tenancy = Tenancy(mode="required", header="X-Amzn-SageMaker-Custom-Attributes")
+    site = make_site(tenant_mode="required", tenant_header="X-Amzn-SageMaker-Custom-Attributes")
     with client_of(site) as client:
         assert refusal(client, {"inputs": "hello"})["OriginalStatusCode"] == 400
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 1}}

@@ -13,52 +13,62 @@ import pytest
 import uvicorn
 from fakes import FakeEngine
 
-from kvreuse.api.call import Rules
+from kvreuse.api.call import Template
+from kvreuse.config import Config
 from kvreuse.server import handler
 from kvreuse.server.app import create_app
-from kvreuse.server.callers import Tenancy
 from kvreuse.server.connections import Connections
-from kvreuse.server.host import Host
-from kvreuse.server.service import Limits, Service
+from kvreuse.server.service import Service
 from kvreuse.server.toolkit import Toolkit
 from kvreuse.telemetry.request_log import RequestLog
-from kvreuse.telemetry.stats import Stats
+
+
+class Process(handler.Process):
+    """Loads a service that is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Service | None = None
+
+    def load(self, model_dir: str) -> Service:
+        assert self.found is not None
+        self.service = self.found
+        return self.found
 
 
 class Site:
-    """Everything of one server under test."""
+    """Everything of one server under test. `options` are those of its configuration."""
 
     def __init__(
         self,
         *,
         engine: FakeEngine | None = None,
-        limits: Limits | None = None,
-        rules: Rules | None = None,
-        tenancy: Tenancy | None = None,
+        templates: dict[str, Template] | None = None,
         connections: Connections | None = None,
-        **host: Any,
+        **options: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
-        self.stats = Stats()
+        self.process = Process()
+        self.stats = self.process.stats
         self.log = io.StringIO()
+        config = Config(**{"max_concurrency": 8, **options})
         self.connections = connections
         self.service = Service(
             self.engine,  # type: ignore[arg-type]
+            config,
             stats=self.stats,
             log=RequestLog(self.log),
-            limits=limits,
-            rules=rules,
-            tenancy=tenancy,
+            templates=templates or {},
         )
-        self.host = Host(stats=self.stats, **{"max_concurrency": 8, **host})
-        self.app = create_app(self.host)
+        self.process.found = self.service
+        self.app = create_app(self.process, config)
         self.url = ""
         self.server: uvicorn.Server | None = None
 
     def load(self, *, entry_point: str = "no_such_handler", model_dir: str = "/nonexistent") -> None:
         toolkit = Toolkit(entry_point=entry_point, model_dir=model_dir)
-        model = toolkit.load()
-        self.host.ready(toolkit, model if isinstance(model, Service) else None)
+        toolkit.load()
+        self.process.ready(toolkit)
 
     def num_open(self) -> int:
         """Requests that the server is answering."""
@@ -78,7 +88,7 @@ def make_site(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSite]:
 
     def make(*, is_loaded: bool = True, **settings: Any) -> Site:
         site = Site(**settings)
-        monkeypatch.setattr(handler.process, "service", site.service)
+        monkeypatch.setattr(handler, "process", site.process)
         if is_loaded:
             site.load()
         server = uvicorn.Server(

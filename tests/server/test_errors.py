@@ -57,14 +57,14 @@ def test_a_body_without_a_content_type_is_taken_as_json(client: httpx.Client) ->
 
 
 def test_too_large_a_body_is_413_declared_or_not(make_site: MakeSite) -> None:
-    site = make_site(max_body_bytes=1000)
+    site = make_site(max_body_bytes=1024)
     parts = [b" " * 600] * 3
     assert httpx.post(f"{site.url}/invocations", content=b"".join(parts), headers=JSON).status_code == 413
     assert httpx.post(f"{site.url}/invocations", content=iter(parts), headers=JSON).status_code == 413
 
 
 def test_a_body_that_never_arrives_is_408(make_site: MakeSite) -> None:
-    site = make_site(read_timeout_s=0.1)
+    site = make_site(request_timeout_s=0.1)
     with httpx.stream("POST", f"{site.url}/invocations", headers=JSON, content=slow_parts()) as response:
         assert response.status_code == 408
 

@@ -10,8 +10,6 @@ import pytest
 from server.conftest import MakeSite, Site
 from server.test_streams import raw_post, wait_for
 
-from kvreuse.server.callers import Tenancy
-
 ID = "X-Amzn-SageMaker-Inference-Id"
 BODY: dict[str, Any] = {"inputs": "hello", "parameters": {"max_new_tokens": 4}}
 
@@ -55,7 +53,7 @@ def test_after_the_answer_the_same_id_is_a_new_call(site: Site) -> None:
     ids=["another id", "another body", "a stream", "another tenant", "a session"],
 )
 def test_what_differs_is_computed_apart(make_site: MakeSite, other: tuple[Any, dict[str, str]]) -> None:
-    site = make_site(tenancy=Tenancy(mode="header"))
+    site = make_site(tenant_mode="header")
     assert [r.status_code for r in together(site, (BODY, {}), other, num_computed=2)] == [200, 200]
     assert len(site.engine.submitted) == 2
 

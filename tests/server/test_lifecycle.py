@@ -31,7 +31,7 @@ PROLOGUE = """
 
         def make(self):
             engine = FakeEngine(step_s=0.01)
-            return Service(engine, stats=self.stats, log=RequestLog(sys.stdout))
+            return Service(engine, self.config, stats=self.stats, log=RequestLog(sys.stdout), templates={})
 """
 EPILOGUE = """
     handler.process = Process()

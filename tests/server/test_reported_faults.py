@@ -13,9 +13,6 @@ from fakes import FakeEngine, expected_text
 from server.conftest import MakeSite, Site
 from server.test_streams import events, wait_for
 
-from kvreuse.server.callers import Tenancy
-from kvreuse.server.service import Limits
-
 SECRET = "zyxwvuts"
 HF: dict[str, Any] = {"inputs": "hello world", "parameters": {"max_new_tokens": 3, "details": True}}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello world"}], "max_tokens": 3}
@@ -29,7 +26,7 @@ def post(client: httpx.Client, body: Any, path: str = "/invocations") -> httpx.R
 def test_case_25_no_log_metric_or_status_route_holds_a_callers_text(
     make_site: MakeSite, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    site = make_site(tenancy=Tenancy(mode="header", secret="key"))
+    site = make_site(tenant_mode="header", tenant_secret="key")
     odd: list[Any] = [
         {"inputs": SECRET},
         {"inputs": [SECRET, 1]},
@@ -133,7 +130,7 @@ def test_case_44_a_prompt_that_is_too_long_is_refused_at_once(client: httpx.Clie
 
 def test_case_44_a_stream_that_ran_out_of_time_frees_its_place(make_site: MakeSite) -> None:
     engine = FakeEngine(max_outstanding=1, step_s=0.05)
-    site = make_site(engine=engine, limits=Limits(stream_timeout_s=0.3))
+    site = make_site(engine=engine, stream_timeout_s=0.3)
     with httpx.Client(base_url=site.url, timeout=20) as client:
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 10_000}, "stream": True}
         with client.stream("POST", "/invocations", json=body) as response, pytest.raises(httpx.RemoteProtocolError):
@@ -145,7 +142,7 @@ def test_case_44_a_stream_that_ran_out_of_time_frees_its_place(make_site: MakeSi
 
 
 def test_case_44_the_next_caller_is_served_after_an_answer_ran_out_of_time(make_site: MakeSite) -> None:
-    site = make_site(engine=FakeEngine(max_outstanding=1), limits=Limits(request_timeout_s=0.3))
+    site = make_site(engine=FakeEngine(max_outstanding=1), request_timeout_s=0.3)
     site.engine.stall()
     with httpx.Client(base_url=site.url, timeout=20) as client:
         late = post(client, HF)

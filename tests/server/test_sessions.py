@@ -12,8 +12,7 @@ from fakes import FakePins, expected_text
 from server.conftest import MakeSite, Site
 
 from kvreuse.errors import RequestError
-from kvreuse.server.callers import Caller, Tenancy
-from kvreuse.server.service import Limits
+from kvreuse.server.callers import Caller
 from kvreuse.server.sessions import NEW_SESSION, Sessions
 from kvreuse.types import Scope
 
@@ -89,7 +88,7 @@ def test_an_unknown_session_is_an_error_and_computes_nothing(site: Site, session
 
 
 def test_a_session_is_its_tenants_alone(make_site: MakeSite) -> None:
-    site = make_site(tenancy=Tenancy(mode="required"))
+    site = make_site(tenant_mode="required")
     tenant = "X-KVReuse-Tenant"
     session = opened(site, **{tenant: "a"})
     assert send(site, session, **{tenant: "b"}).status_code == 400
@@ -98,7 +97,7 @@ def test_a_session_is_its_tenants_alone(make_site: MakeSite) -> None:
 
 
 def test_purging_a_tenant_closes_its_sessions(make_site: MakeSite) -> None:
-    site = make_site(tenancy=Tenancy(mode="required"))
+    site = make_site(tenant_mode="required")
     tenant = "X-KVReuse-Tenant"
     sessions = {name: opened(site, **{tenant: name}) for name in ("a", "b")}
     httpx.post(f"{site.url}/purge", headers={tenant: "a"})
@@ -107,7 +106,7 @@ def test_purging_a_tenant_closes_its_sessions(make_site: MakeSite) -> None:
 
 
 def test_a_call_that_fails_opens_nothing(make_site: MakeSite) -> None:
-    site = make_site(limits=Limits(max_sessions=1))
+    site = make_site(max_sessions=1)
     assert send(site, "NEW_SESSION", {"inputs": "x" * 30_000}).status_code == 422
     assert send(site, "NEW_SESSION", {"inputs": ["a", "b"]}).status_code == 400
     site.engine.stall()
@@ -117,7 +116,7 @@ def test_a_call_that_fails_opens_nothing(make_site: MakeSite) -> None:
 
 
 def test_no_more_sessions_than_allowed(make_site: MakeSite) -> None:
-    site = make_site(limits=Limits(max_sessions=1))
+    site = make_site(max_sessions=1)
     session = opened(site)
     response = send(site, "NEW_SESSION")
     assert response.status_code == 503

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from server.conftest import MakeSite, Site
 
-from kvreuse.api.call import Rules, Template
+from kvreuse.api.call import Template
 from kvreuse.server import status
 
 SECRET = "the patient's name is Rosalind Quux"
@@ -52,7 +52,7 @@ def test_no_text_of_a_prompt_or_an_answer_is_in_page_or_numbers(site: Site) -> N
 
 def test_the_nodes_of_a_registered_template_have_its_name(make_site: MakeSite) -> None:
     template = Template(body="You answer for {{shop}} today.", variables={})
-    site = make_site(rules=Rules(templates={"support": template}))
+    site = make_site(templates={"support": template})
     body = {"template": "support", "variables": {"shop": "Quux"}, "parameters": {"max_new_tokens": 3}}
     assert httpx.post(f"{site.url}/invocations", json=body, timeout=20).status_code == 200
     ask(site, "something else")
@@ -68,7 +68,7 @@ def test_while_loading_the_page_is_there_and_says_so(make_site: MakeSite) -> Non
 
 @pytest.mark.parametrize("path", ["/status", "/status.json"])
 def test_switched_off_it_is_404(make_site: MakeSite, path: str) -> None:
-    site = make_site(has_status_page=False)
+    site = make_site(status_page=False)
     answer = httpx.get(site.url + path)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "the status page is switched off by option.status_page"

@@ -13,8 +13,6 @@ import pytest
 from fakes import FakeEngine, expected_text
 from server.conftest import MakeSite, Site
 
-from kvreuse.server.service import Limits
-
 
 def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
@@ -116,7 +114,7 @@ def test_a_caller_that_leaves_before_the_answer_is_aborted(site: Site) -> None:
 
 
 def test_a_late_answer_is_504_and_frees_its_place(make_site: MakeSite) -> None:
-    site = make_site(limits=Limits(request_timeout_s=0.1, stream_timeout_s=0.1))
+    site = make_site(request_timeout_s=0.1, stream_timeout_s=0.1)
     site.engine.stall()
     for stream in (False, True):
         response = httpx.post(f"{site.url}/invocations", json={"inputs": "hello", "stream": stream})
@@ -128,7 +126,7 @@ def test_a_late_answer_is_504_and_frees_its_place(make_site: MakeSite) -> None:
 
 
 def test_a_late_stream_breaks_with_an_error_event(make_site: MakeSite) -> None:
-    site = make_site(engine=FakeEngine(step_s=0.02), limits=Limits(stream_timeout_s=0.2))
+    site = make_site(engine=FakeEngine(step_s=0.02), stream_timeout_s=0.2)
     body = {"inputs": "hello", "parameters": {"max_new_tokens": 9_000}, "stream": True}
     seen = b""
     with (

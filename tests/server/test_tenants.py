@@ -11,8 +11,9 @@ from server.conftest import MakeSite, Site
 
 from kvreuse.api.facts import CUSTOM_ATTRIBUTES
 from kvreuse.cache.hashing import block_hashes
+from kvreuse.config import Config
 from kvreuse.errors import RequestError
-from kvreuse.server.callers import Tenancy
+from kvreuse.server.callers import caller_of
 from kvreuse.types import Scope
 
 HEADER = "X-KVReuse-Tenant"
@@ -30,7 +31,7 @@ def cached(response: httpx.Response) -> int:
 
 @pytest.fixture
 def site(make_site: MakeSite) -> Site:
-    return make_site(tenancy=Tenancy(mode="required"))
+    return make_site(tenant_mode="required")
 
 
 def test_case_22_no_hit_crosses_tenants(site: Site) -> None:
@@ -72,7 +73,7 @@ def test_case_23_no_body_chooses_a_tenant(site: Site, field: str) -> None:
 @pytest.mark.parametrize("name", ["a b", "a,b", "a;b", "é", "x" * 129, ","])
 def test_what_could_be_two_names_is_none(name: str) -> None:
     with pytest.raises(RequestError, match="one tenant"):
-        Tenancy(mode="header").caller({HEADER: name})
+        caller_of({HEADER: name}, Config(tenant_mode="header"))
 
 
 def test_a_header_sent_twice_names_nobody(site: Site) -> None:
@@ -87,26 +88,27 @@ def test_a_header_sent_twice_names_nobody(site: Site) -> None:
     [("tenant=a", "a"), ("trace=1; tenant=a", "a"), ("trace=1,tenant=a", "a"), ("tenant=a=b", "a=b")],
 )
 def test_the_custom_attributes_can_name_the_tenant(sent: str, tenant: str) -> None:
-    tenancy = Tenancy(mode="required", header=CUSTOM_ATTRIBUTES)
-    assert tenancy.caller({CUSTOM_ATTRIBUTES.lower(): sent}).scope == Scope(tenant=tenant)
+    config = Config(tenant_mode="required", tenant_header=CUSTOM_ATTRIBUTES)
+    assert caller_of({CUSTOM_ATTRIBUTES.lower(): sent}, config).scope == Scope(tenant=tenant)
 
 
 @pytest.mark.parametrize("sent", ["", "tenant=", "tenant=a; tenant=b", "my-tenant=a", "tenant"])
 def test_custom_attributes_that_name_no_one_tenant_are_refused(sent: str) -> None:
+    config = Config(tenant_mode="required", tenant_header=CUSTOM_ATTRIBUTES)
     with pytest.raises(RequestError):
-        Tenancy(mode="required", header=CUSTOM_ATTRIBUTES).caller({CUSTOM_ATTRIBUTES: sent})
+        caller_of({CUSTOM_ATTRIBUTES: sent}, config)
 
 
 def test_attributes_do_not_count_where_another_header_is_the_trusted_one() -> None:
-    assert Tenancy(mode="header").caller({CUSTOM_ATTRIBUTES: "tenant=a"}).scope == Scope()
+    assert caller_of({CUSTOM_ATTRIBUTES: "tenant=a"}, Config(tenant_mode="header")).scope == Scope()
 
 
 def test_off_ignores_the_header() -> None:
-    assert Tenancy().caller({HEADER: "a b"}).scope == Scope()
+    assert caller_of({HEADER: "a b"}, Config()).scope == Scope()
 
 
 def test_with_header_callers_without_one_share_among_themselves(make_site: MakeSite) -> None:
-    site = make_site(tenancy=Tenancy(mode="header"))
+    site = make_site(tenant_mode="header")
     cold, warm = send(site, None), send(site, None)
     assert cached(cold) == 0
     assert cached(warm) > 0
@@ -114,8 +116,8 @@ def test_with_header_callers_without_one_share_among_themselves(make_site: MakeS
 
 
 def test_a_secret_hides_the_name_and_tells_names_apart() -> None:
-    keyed = [Tenancy(mode="header", secret=secret) for secret in ("x", "y")]
-    salts = {tenancy.caller({HEADER: name}).scope.tenant for tenancy in keyed for name in ("acme", "other")}
+    keyed = [Config(tenant_mode="header", tenant_secret=secret) for secret in ("x", "y")]
+    salts = {caller_of({HEADER: name}, config).scope.tenant for config in keyed for name in ("acme", "other")}
     assert len(salts) == 4
     assert not any("acme" in salt or "other" in salt for salt in salts)
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvreuse.api.call import Meta, Result, View
-from kvreuse.api.facts import error_object, total
+from kvreuse.api.call import Call, Meta, Result
+from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes, error_object, total
 from kvreuse.errors import DeadlineError, KVReuseError, OverloadedError
-from kvreuse.types import CacheFacts, Delta, Done, Event, Failed, FinishReason, OnEvent, Request
+from kvreuse.types import Delta, Done, Event, Failed, FinishReason, Request
 
 if TYPE_CHECKING:
     from kvreuse.engine.engine import Engine
@@ -25,12 +26,12 @@ __all__ = ["JSON_TYPE", "STREAM_TYPE", "Answer"]
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 
-Put = Callable[[tuple[int, Event]], None]
-
 
 class Answer:
     """Submitted when it is consumed, once. Leaving it early aborts what still runs.
 
+    headers: what the caller is told beside the body; complete when the answer has been consumed.
+    join_key: calls that run at the same time and have the same one are one; None is never one with another.
     `on_end(answer, error)` is called once, with None when every prompt has its result.
     """
 
@@ -38,24 +39,23 @@ class Answer:
         self,
         engine: Engine,
         items: Sequence[Request | KVReuseError],
+        call: Call,
         *,
-        view: View,
         meta: Meta,
-        is_stream: bool,
         timeout_s: float,
         on_end: Callable[[Answer, KVReuseError | None], None],
     ) -> None:
         self._engine = engine
         self._items = items
-        self._view = view
+        self._view = call.view
+        self.is_stream = call.is_stream
         self.meta = meta
-        self.is_stream = is_stream
         self.timeout_s = timeout_s
         self._on_end = on_end
-        self._started_at = time.monotonic()
-        self._results: list[Result | None] = [None] * len(items)
-        self.headers: dict[str, str] = {}  # complete when the answer has been consumed
-        self.join_key: Hashable = None  # calls that run at the same time and have the same one are one
+        self._started_s = time.monotonic()
+        self._results: list[Result | None] = [None if isinstance(item, Request) else item for item in items]
+        self.headers = {CUSTOM_ATTRIBUTES: custom_attributes(meta.request_id, None)}
+        self.join_key: Hashable = None
 
     @property
     def content_type(self) -> str:
@@ -63,7 +63,7 @@ class Answer:
 
     @property
     def duration_s(self) -> float:
-        return time.monotonic() - self._started_at
+        return time.monotonic() - self._started_s
 
     @property
     def results(self) -> list[Result]:
@@ -71,12 +71,9 @@ class Answer:
         return [result for result in self._results if result is not None]
 
     @property
-    def facts(self) -> CacheFacts:
-        return total(self.results)
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._items)
+    def num_left(self) -> int:
+        """Prompts without a result."""
+        return self._results.count(None)
 
     def error_body(self, error: KVReuseError) -> bytes:
         return _json(error_object(error, self.meta.request_id, is_openai=self._view.is_openai))
@@ -94,98 +91,71 @@ class Answer:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
-        def put(item: tuple[int, Event]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(inbox.put_nowait, item)
+        def put(number: int, event: Event) -> None:
+            if self.is_stream or not isinstance(event, Delta):
+                with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(inbox.put_nowait, (number, event))
 
-        with self._running(put):
-            while None in self._results:
-                try:
-                    async with asyncio.timeout(self._remaining_s()):
-                        batch = [await inbox.get()]
-                except TimeoutError:
-                    raise self._too_late() from None
-                # Taking all leaves the inbox empty, so that every turn waits and lets the loop serve others.
-                while not inbox.empty():
-                    batch.append(inbox.get_nowait())
-                for chunk in self._merged(batch):
-                    yield chunk
-            for chunk in self._tail():
-                yield chunk
-
-    # Shared.
-
-    @contextmanager
-    def _running(self, put: Put) -> Iterator[None]:
         error: KVReuseError | None = None
         try:
             self._submit(put)
-            yield
+            self._check()
+            while self.num_left:
+                if chunk := self._take(await self._batch(inbox)):
+                    yield chunk
+                self._check()
+            if self.is_stream:
+                yield _lines(self._view.last(self.results, self.meta))
+            else:
+                yield _json(self._view.answer(self.results, self.meta))
         except KVReuseError as fault:
             error = fault
             raise
         finally:
-            for item, result in zip(self._items, self._results, strict=True):
-                if result is None and isinstance(item, Request):
-                    self._engine.abort(item.request_id)
-            self._on_end(self, error)
+            self._end(error)
 
-    def _submit(self, put: Put) -> None:
-        """Hand everything to the engine. What is refused has its result now; if all is refused, raise the first."""
+    def _submit(self, put: Callable[[int, Event], None]) -> None:
+        """Hand everything to the engine. What is refused has its result now."""
         for number, item in enumerate(self._items):
-            if isinstance(item, KVReuseError):
-                self._results[number] = item
-                continue
-            try:
-                self._engine.submit(item, self._on_event(put, number))
-            except KVReuseError as error:
-                self._results[number] = error
+            if isinstance(item, Request):
+                try:
+                    self._engine.submit(item, partial(put, number))
+                except KVReuseError as error:
+                    self._results[number] = error
 
-    def _on_event(self, put: Put, number: int) -> OnEvent:
-        def on_event(event: Event) -> None:
-            if self.is_stream or not isinstance(event, Delta):
-                put((number, event))
-
-        return on_event
-
-    def _feed(self, number: int, event: Event) -> Iterator[bytes]:
-        if isinstance(event, Delta):
-            return self._lines(iter(self._view.delta(number, event, self.meta)))
-        result = _result(event)
-        self._results[number] = result
-        if isinstance(result, KVReuseError) and self.is_stream:
-            raise result
-        return iter(())
-
-    def _merged(self, batch: Sequence[tuple[int, Event]]) -> Iterator[bytes]:
-        """One chunk for all that came at once, also when a fault ends it."""
-        chunks: list[bytes] = []
+    async def _batch(self, inbox: asyncio.Queue[tuple[int, Event]]) -> list[tuple[int, Event]]:
+        """All events that are there, at least one. That empties the inbox, so every turn waits and lets others run."""
         try:
-            for number, event in batch:
-                chunks.extend(self._feed(number, event))
-        finally:
-            if chunks:
-                yield b"".join(chunks)
+            async with asyncio.timeout(max(0.0, self.timeout_s - self.duration_s)):
+                batch = [await inbox.get()]
+        except TimeoutError:
+            raise DeadlineError(f"the answer was not finished within {self.timeout_s:g} s") from None
+        while not inbox.empty():
+            batch.append(inbox.get_nowait())
+        return batch
 
-    def _tail(self) -> Iterator[bytes]:
-        results = self.results
-        faults = [result for result in results if isinstance(result, KVReuseError)]
-        if faults and len(faults) == len(results):
+    def _take(self, batch: Iterable[tuple[int, Event]]) -> bytes:
+        """Keep what came to an end; the lines of what goes on."""
+        said: list[object] = []
+        for number, event in batch:
+            if isinstance(event, Delta):
+                said += self._view.delta(number, event, self.meta)
+            else:
+                self._results[number] = _result(event)
+        return _lines(said)
+
+    def _check(self) -> None:
+        """Raise the first fault, if no prompt is left that could be answered: a stream has no place for a fault."""
+        faults = [result for result in self._results if isinstance(result, KVReuseError)]
+        if faults and (self.is_stream or len(faults) == len(self._items)):
             raise faults[0]
-        if self.is_stream:
-            return self._lines(iter(self._view.last(results, self.meta)))
-        return iter((_json(self._view.answer(results, self.meta)),))
 
-    def _lines(self, objects: Iterator[object]) -> Iterator[bytes]:
-        for item in objects:
-            data = item.encode() if isinstance(item, str) else _json(item)
-            yield b"data: " + data + b"\n\n"
-
-    def _remaining_s(self) -> float:
-        return max(0.0, self.timeout_s - self.duration_s)
-
-    def _too_late(self) -> DeadlineError:
-        return DeadlineError(f"the answer was not finished within {self.timeout_s:g} s")
+    def _end(self, error: KVReuseError | None) -> None:
+        for item, result in zip(self._items, self._results, strict=True):
+            if result is None and isinstance(item, Request):
+                self._engine.abort(item.request_id)
+        self.headers[CUSTOM_ATTRIBUTES] = custom_attributes(self.meta.request_id, total(self.results))
+        self._on_end(self, error)
 
 
 def _result(event: Done | Failed) -> Result:
@@ -195,6 +165,10 @@ def _result(event: Done | Failed) -> Result:
     if any(completion.finish_reason is FinishReason.ABORT for completion in event.completions):
         return OverloadedError("the server ended this request before it was finished; it can be sent again")
     return event
+
+
+def _lines(objects: Iterable[object]) -> bytes:
+    return b"".join(b"data: " + (item.encode() if isinstance(item, str) else _json(item)) + b"\n\n" for item in objects)
 
 
 def _json(value: object) -> bytes:

@@ -9,18 +9,29 @@ import hashlib
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvreuse.api.facts import CUSTOM_ATTRIBUTES
+from kvreuse.config import Config
 from kvreuse.errors import RequestError
 from kvreuse.types import Scope
 
-__all__ = ["INFERENCE_ID", "SESSION_ID", "Caller", "Tenancy", "join_headers"]
+__all__ = ["INFERENCE_ID", "SESSION_ID", "Caller", "caller_of", "join_headers", "scope_of"]
 
 SESSION_ID = "X-Amzn-SageMaker-Session-Id"
 INFERENCE_ID = "X-Amzn-SageMaker-Inference-Id"
 # No comma and no semicolon: two values of one header, or two attributes, must not pass for one name.
 _NAME = re.compile(r"[!-+\--:<-~]{1,128}")
+_EVERYBODY = Scope()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """`scope` is what the caller may share; empty ids mean that there is none."""
+
+    scope: Scope = _EVERYBODY
+    session_id: str = ""
+    inference_id: str = ""
 
 
 def join_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -32,46 +43,28 @@ def join_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return joined
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """`scope` is what the caller may share; empty ids mean that there is none."""
+def caller_of(headers: Mapping[str, str], config: Config, *, is_admin: bool = False) -> Caller:
+    """Who sent `headers`, in whatever case. An admin need not name a tenant.
 
-    scope: Scope = field(default_factory=Scope)
-    session_id: str = ""
-    inference_id: str = ""
+    RequestError 400: no tenant where one is required, or none that can be a name.
+    """
+    lower = join_headers(headers)
+    tenant = lower.get(config.tenant_header.lower(), "").strip()
+    if config.tenant_header.lower() == CUSTOM_ATTRIBUTES.lower():
+        pairs = [pair.partition("=") for pair in re.split("[;,]", tenant)]
+        tenant = ",".join(value.strip() for key, _, value in pairs if key.strip() == "tenant")
+    return Caller(
+        scope=scope_of(tenant, config, is_required=config.tenant_mode == "required" and not is_admin),
+        session_id=lower.get(SESSION_ID.lower(), ""),
+        inference_id=lower.get(INFERENCE_ID.lower(), ""),
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tenancy:
-    """How tenants are told apart. mode: off, header or required. With `secret` names are HMAC-ed (SHA-256)."""
-
-    mode: str = "off"
-    header: str = "X-KVReuse-Tenant"
-    secret: str | None = None
-
-    def caller(self, headers: Mapping[str, str], *, is_admin: bool = False) -> Caller:
-        """Who sent `headers`, in whatever case. An admin need not name a tenant.
-
-        RequestError 400: no tenant where one is required, or none that can be a name.
-        """
-        lower = join_headers(headers)
-        return Caller(
-            scope=Scope(tenant=self._tenant(lower, is_required=self.mode == "required" and not is_admin)),
-            session_id=lower.get(SESSION_ID.lower(), ""),
-            inference_id=lower.get(INFERENCE_ID.lower(), ""),
-        )
-
-    def _tenant(self, headers: Mapping[str, str], *, is_required: bool) -> str:
-        if self.mode == "off":
-            return ""
-        name = headers.get(self.header.lower(), "").strip()
-        if self.header.lower() == CUSTOM_ATTRIBUTES.lower():
-            pairs = [pair.partition("=") for pair in re.split("[;,]", name)]
-            name = ",".join(value.strip() for key, _, value in pairs if key.strip() == "tenant")
-        if not name and not is_required:
-            return ""
-        if not _NAME.fullmatch(name):
-            raise RequestError(
-                f"{self.header} must name one tenant in 1 to 128 visible ASCII characters", param=self.header
-            )
-        return hmac.digest(self.secret.encode(), name.encode(), hashlib.sha256).hex() if self.secret else name
+def scope_of(tenant: str, config: Config, *, is_required: bool = False) -> Scope:
+    """What the tenant of this name may share; with a secret its name is HMAC-ed (SHA-256). RequestError 400."""
+    if config.tenant_mode == "off" or not (tenant or is_required):
+        return _EVERYBODY
+    header, secret = config.tenant_header, config.tenant_secret
+    if not _NAME.fullmatch(tenant):
+        raise RequestError(f"{header} must name one tenant in 1 to 128 visible ASCII characters", param=header)
+    return Scope(tenant=hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex() if secret else tenant)

@@ -21,10 +21,8 @@ from kvreuse.errors import ConfigError, KVReuseError
 from kvreuse.server import handler
 from kvreuse.server.app import create_app
 from kvreuse.server.connections import Connections
-from kvreuse.server.host import Host
 from kvreuse.server.replies import log_fault
 from kvreuse.server.requirements import install_requirements
-from kvreuse.server.service import Service
 from kvreuse.server.toolkit import Toolkit
 from kvreuse.telemetry.observing import make_publisher
 
@@ -44,23 +42,16 @@ _LOG = logging.getLogger(__name__)
 
 def main(config: Config) -> int:
     """Serve until SIGTERM or SIGINT. 0 after an orderly end, 1 when the port or the model cannot be had."""
-    handler.process.config = config
-    stats = handler.process.stats
-    host = Host(
-        stats=stats,
-        max_concurrency=config.concurrency(),
-        max_body_bytes=config.max_body_bytes,
-        read_timeout_s=config.request_timeout_s,
-        has_status_page=config.status_page,
-    )
+    process = handler.process
+    process.config = config
     try:
         listener = _bind(config)
     except OSError as error:
         return _refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}")
     connections = Connections(max_open=_allowed_connections(), idle_s=_KEEP_ALIVE_S)
-    publisher = make_publisher(config, stats, host.gauges)
-    server = _Server(create_app(host), connections, on_ready=publisher.start)
-    loader = threading.Thread(target=server.load, args=(host, config), name="kvreuse-load", daemon=True)
+    publisher = make_publisher(config, process.stats, process.gauges)
+    server = _Server(process, config, connections)
+    loader = threading.Thread(target=server.load, args=(publisher.start,), name="kvreuse-load", daemon=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises a signal again after its orderly end; this handler takes it, so that the exit code is ours.
         signal.signal(number, server.handle_exit)
@@ -92,17 +83,13 @@ def _refuse(sentence: str) -> int:
     return 1
 
 
-def _model_dir(config: Config) -> str:
-    return config.model_id if Path(config.model_id).is_dir() else DEFAULT_MODEL_DIR
-
-
 class _Server(uvicorn.Server):
     """uvicorn, with a model that loads beside it and an engine that is drained before the last answers leave."""
 
-    def __init__(self, app: object, connections: Connections, *, on_ready: Callable[[], None]) -> None:
+    def __init__(self, process: handler.Process, config: Config, connections: Connections) -> None:
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]  # Starlette is an ASGI application
+                create_app(process, config),
                 http=connections,  # type: ignore[arg-type]  # it is only called, as the class would be
                 backlog=_ACCEPTED_AT_ONCE,
                 log_config=None,
@@ -115,24 +102,24 @@ class _Server(uvicorn.Server):
             )
         )
         self.exit_code = 0
+        self._process = process
+        self._settings = config
         self._connections = connections
-        self._on_ready = on_ready
-        self._service: Service | None = None
 
-    def load(self, host: Host, config: Config) -> None:
+    def load(self, on_ready: Callable[[], None]) -> None:
         """Load on this thread. A refusal is one sentence and the end of the process."""
+        config = self._settings
         try:
-            model_dir = _model_dir(config)
+            model_dir = config.model_id if Path(config.model_id).is_dir() else DEFAULT_MODEL_DIR
             if config.install_requirements:
                 install_requirements(Path(model_dir, "code"))
             toolkit = Toolkit(entry_point=config.entry_point, model_dir=model_dir)
             toolkit.load()
-            self._service = handler.process.service
-            if self._service is not None:
-                self._service.warm_up.run(budget_s=config.warmup_budget_s)
-                self._service.warm_up.keep(interval_s=config.warmup_interval_s)
-            host.ready(toolkit, self._service)
-            self._on_ready()
+            if self._process.service is not None:
+                self._process.service.warm_up.run(budget_s=config.warmup_budget_s)
+                self._process.service.warm_up.keep(interval_s=config.warmup_interval_s)
+            self._process.ready(toolkit)
+            on_ready()
             _LOG.info("ready")
         except ConfigError as error:
             self._fail(error.message)
@@ -155,7 +142,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._service is not None:
-            stop = threading.Thread(target=self._service.engine.stop, kwargs={"drain_s": DRAIN_S}, daemon=True)
-            stop.start()
+        if self._process.service is not None:
+            stop = self._process.service.engine.stop
+            threading.Thread(target=stop, kwargs={"drain_s": DRAIN_S}, daemon=True).start()
         await super().shutdown(sockets)

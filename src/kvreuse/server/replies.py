@@ -9,23 +9,22 @@ import asyncio
 import json
 import logging
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Hashable, Iterable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
 from kvreuse.errors import InternalError, KVReuseError, OverloadedError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
-from kvreuse.server.context import RequestContext
-from kvreuse.server.flights import Flights
+from kvreuse.server.toolkit import RequestContext
 
-__all__ = ["REQUEST_ID", "EventStream", "error_response", "log_fault", "reply", "until_disconnect", "user_reply"]
+__all__ = ["Flights", "error_response", "fault_of", "log_fault", "reply", "user_reply"]
 
-REQUEST_ID = "X-Request-Id"
+_REQUEST_ID = "X-Request-Id"
 _SEND_MARGIN_S = 5.0
 _LOG = logging.getLogger(__name__)
 
@@ -34,10 +33,18 @@ T = TypeVar("T")
 
 def error_response(error: KVReuseError, body: object, *, request_id: str) -> Response:
     """Status and headers of `error`, with `body` as JSON."""
-    headers = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, None), REQUEST_ID: request_id}
+    headers = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, None), _REQUEST_ID: request_id}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
     return Response(json.dumps(body), status_code=error.status, headers=headers, media_type=JSON_TYPE)
+
+
+def fault_of(error: Exception) -> KVReuseError:
+    """What a caller is told of `error`. What was not raised on purpose is logged and says nothing of itself."""
+    if isinstance(error, KVReuseError):
+        return error
+    log_fault(error)
+    return InternalError("internal error")
 
 
 def log_fault(error: BaseException) -> None:
@@ -51,48 +58,40 @@ async def reply(answer: Answer, receive: Receive, *, flights: Flights, headers: 
 
     Raises KVReuseError, and ClientDisconnect when the caller left (what ran is aborted then).
     """
-    request_id = answer.meta.request_id
     if answer.is_stream:
         chunks = answer.stream()
-        try:
-            first = await until_disconnect(anext(chunks), receive)
-        except BaseException:
-            await chunks.aclose()
-            raise
-        named = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, None), REQUEST_ID: request_id}
-        return EventStream(chunks, first, headers={**headers, **named}, answer=answer)
-    body, answer = await until_disconnect(flights.wait(answer), receive)
-    request_id = answer.meta.request_id
-    named = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, answer.facts), REQUEST_ID: request_id}
-    return Response(body, headers={**headers, **named, **answer.headers}, media_type=JSON_TYPE)
+        first = await _until_disconnect(anext(chunks), receive)
+        named = {**headers, **answer.headers, _REQUEST_ID: answer.meta.request_id}
+        return _EventStream(answer, first, chunks, headers=named)
+    body, answer = await _until_disconnect(flights.wait(answer), receive)
+    named = {**headers, **answer.headers, _REQUEST_ID: answer.meta.request_id}
+    return Response(body, headers=named, media_type=JSON_TYPE)
 
 
 def user_reply(result: object, context: RequestContext) -> Response:
     """What a user's hook gave: bytes, text, or an iterator of these, which is streamed from a thread."""
-    headers = {**context.response_headers, REQUEST_ID: context.request_id}
-    content_type = context.content_type or JSON_TYPE
+    if not isinstance(result, Iterable):
+        raise InternalError("the handler gave neither bytes, nor text, nor an iterator of these")
+    headers = {**context.response_headers, _REQUEST_ID: context.request_id}
     if isinstance(result, bytes | bytearray | str):
         body = result if isinstance(result, str) else bytes(result)
-        return Response(body, status_code=context.status, headers=headers, media_type=content_type)
-    if isinstance(result, Iterable):
-        return StreamingResponse(result, status_code=context.status, headers=headers, media_type=content_type)
-    raise InternalError("the handler gave neither bytes, nor text, nor an iterator of these")
+        return Response(body, status_code=context.status, headers=headers, media_type=context.content_type)
+    return StreamingResponse(result, status_code=context.status, headers=headers, media_type=context.content_type)
 
 
-async def until_disconnect(work: Awaitable[T], receive: Receive) -> T:
+async def _until_disconnect(work: Awaitable[T], receive: Receive) -> T:
     """The result of `work`, cancelled (with ClientDisconnect) when the caller leaves first. The body must be read."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_left(receive))
+    watch.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if watch.done():
+            raise ClientDisconnect from None
+        raise
     finally:
         watch.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
 
 
 async def _left(receive: Receive) -> None:
@@ -100,46 +99,62 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class Flights:
+    """Lets calls that are one (the platform sends a call again under its id) share one answer while it is computed.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        # key -> the answer under way, its task, how many wait for it
+        self._flights: dict[Hashable, tuple[Answer, asyncio.Task[bytes], list[Answer]]] = {}
+
+    async def wait(self, answer: Answer) -> tuple[bytes, Answer]:
+        """The whole body, and the answer that gave it: this one, or one of the same key that was under way.
+
+        What runs is aborted when the last of those who wait for it is cancelled. Raises KVReuseError.
+        """
+        key = answer.join_key
+        if key is None:
+            return await answer.wait(), answer
+        if key not in self._flights:
+            self._flights[key] = answer, asyncio.create_task(answer.wait()), []
+        flight = first, task, waiting = self._flights[key]
+        waiting.append(answer)
+        try:
+            return await asyncio.shield(task), first
+        finally:
+            waiting.remove(answer)
+            if not waiting or task.done():
+                task.cancel()
+                if self._flights.get(key) is flight:
+                    del self._flights[key]
+
+
+class _EventStream(StreamingResponse):
     """Server-sent events. A fault in the middle is an error event and a connection cut short, never a normal end."""
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes, None], first: bytes, *, headers: Mapping[str, str], answer: Answer
+        self, answer: Answer, first: bytes, chunks: AsyncGenerator[bytes, None], *, headers: Mapping[str, str]
     ) -> None:
-        self._chunks = chunks
-        self._first = first
+        super().__init__(_all(first, chunks), headers={**headers, "Cache-Control": "no-cache"}, media_type=STREAM_TYPE)
         self._answer = answer
-        super().__init__(None, headers={**headers, "Cache-Control": "no-cache"}, media_type=STREAM_TYPE)
-        del self.headers["content-length"]
+        self._chunks = chunks
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._chunks):
-            try:
-                await until_disconnect(self._send(send), receive)
-            except ClientDisconnect:
-                return
-            except KVReuseError as error:
-                await self._send_error(error, send)
-            except Exception as error:
-                log_fault(error)
-                await self._send_error(InternalError("internal error"), send)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def stream_response(self, send: Send) -> None:
         try:
             # A caller that stops reading must not hold its place for ever.
-            async with asyncio.timeout(self._answer.timeout_s + _SEND_MARGIN_S):
-                await _send_body(self._first, send)
-                async for chunk in self._chunks:
-                    await _send_body(chunk, send)
+            async with asyncio.timeout(self._answer.timeout_s + _SEND_MARGIN_S), aclosing(self._chunks):
+                await super().stream_response(send)
         except TimeoutError:
-            raise ClientDisconnect from None
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            pass
+        except Exception as error:
+            # No last chunk follows, so the server cuts the connection.
+            body = b"event: error\ndata: " + self._answer.error_body(fault_of(error)) + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _send_error(self, error: KVReuseError, send: Send) -> None:
-        """No last chunk follows, so the server cuts the connection."""
-        await _send_body(b"event: error\ndata: " + self._answer.error_body(error) + b"\n\n", send)
 
-
-async def _send_body(chunk: bytes, send: Send) -> None:
-    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+async def _all(first: bytes, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for chunk in chunks:
+        yield chunk

@@ -19,16 +19,7 @@ from kvreuse.errors import ConfigError
 
 __all__ = ["install_requirements"]
 
-_PIP = (
-    sys.executable,
-    "-m",
-    "pip",
-    "install",
-    "--disable-pip-version-check",
-    "--no-cache-dir",
-    "--no-input",
-    "--quiet",
-)
+_PIP = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-cache-dir", "--no-input", "-q")
 _LOG = logging.getLogger(__name__)
 
 
@@ -44,13 +35,8 @@ def install_requirements(code_dir: Path) -> None:
     present = prefix / "present.txt"
     present.write_text("".join(f"{found.name}=={found.version}\n" for found in metadata.distributions()))
     _LOG.info("installing %s", file)
-    done = subprocess.run(
-        [*_PIP, "--prefix", prefix, "--constraint", present, "--requirement", file.absolute()],
-        cwd=code_dir,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    where = ("--prefix", prefix, "--constraint", present, "--requirement", file.absolute())
+    done = subprocess.run([*_PIP, *where], cwd=code_dir, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         faults = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise ConfigError(f"{file} cannot be installed: {faults[0] if faults else f'pip ended with {done.returncode}'}")

@@ -36,18 +36,13 @@ End = Callable[[Sequence[Result]], Mapping[str, str]]
 
 
 @dataclass(eq=False, slots=True)
-class Session:
+class _Session:
     """`expires_at` is in Unix seconds and does not move: it is what the platform was told."""
 
     session_id: str
     scope: Scope
     expires_at: float
     pin: Lease | None = None
-
-    @property
-    def new_header(self) -> str:
-        expires = datetime.fromtimestamp(self.expires_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return f"{self.session_id}; Expires={expires}"
 
 
 class Sessions:
@@ -58,15 +53,15 @@ class Sessions:
         self._ttl_s = ttl_s
         self._max_sessions = max_sessions
         self._clock = clock
-        self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
+        self._lock = threading.RLock()
+        self._sessions: dict[str, _Session] = {}
 
     def turn(self, caller: Caller, items: Sequence[Request | KVReuseError], *, body: object, is_stream: bool) -> End:
         """One call's part in the session that its caller names, if any: what to do when it has its results.
 
         Raises RequestError 400 (no such session, or what a session cannot carry) and OverloadedError.
         """
-        self.expire()
+        self._close_where(lambda session: session.expires_at <= self._clock())
         if not caller.session_id:
             return lambda results: {}
         is_new = caller.session_id == _NEW
@@ -78,13 +73,14 @@ class Sessions:
             return lambda results: {CLOSED_SESSION: session.session_id}
 
         def end(results: Sequence[Result]) -> Mapping[str, str]:
-            result = results[0] if results else None
-            if isinstance(result, Done) and isinstance(items[0], Request):
-                self._hold(session, items[0].token_ids + result.completions[0].token_ids)
-            elif items and is_new:
+            for item, result in zip(items, results, strict=False):
+                if isinstance(item, Request) and isinstance(result, Done):
+                    self._hold(session, item.token_ids + result.completions[0].token_ids)
+            if is_new and items and session.pin is None:
                 self._close(session)
                 return {}
-            return {NEW_SESSION: session.new_header} if is_new else {}
+            expires = datetime.fromtimestamp(session.expires_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {NEW_SESSION: f"{session.session_id}; Expires={expires}"} if is_new else {}
 
         return end
 
@@ -92,27 +88,22 @@ class Sessions:
         """Close the sessions of one tenant, or all (None)."""
         self._close_where(lambda session: tenant is None or session.scope.tenant == tenant)
 
-    def expire(self) -> None:
-        """Close what has expired."""
-        now = self._clock()
-        self._close_where(lambda session: session.expires_at <= now)
-
-    def _open(self, scope: Scope) -> Session:
+    def _open(self, scope: Scope) -> _Session:
         with self._lock:
             if len(self._sessions) >= self._max_sessions:
                 raise OverloadedError(f"{len(self._sessions)} sessions are open, no more are taken")
-            session = Session(uuid.uuid4().hex, scope, self._clock() + self._ttl_s)
+            session = _Session(uuid.uuid4().hex, scope, self._clock() + self._ttl_s)
             self._sessions[session.session_id] = session
             return session
 
-    def _find(self, caller: Caller) -> Session:
+    def _find(self, caller: Caller) -> _Session:
         with self._lock:
             session = self._sessions.get(caller.session_id)
         if session is None or session.scope != caller.scope:
             raise RequestError("this session is unknown, closed or expired", param=SESSION_ID)
         return session
 
-    def _hold(self, session: Session, token_ids: Sequence[int]) -> None:
+    def _hold(self, session: _Session, token_ids: Sequence[int]) -> None:
         """From now on the session keeps what is cached of `token_ids`, and no longer what it kept before."""
         new = self._pins.pin(token_ids, scope=session.scope)
         with self._lock:
@@ -121,15 +112,14 @@ class Sessions:
         if let_go is not None:
             self._pins.unpin(let_go)
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: _Session) -> None:
         with self._lock:
             self._sessions.pop(session.session_id, None)
             pin, session.pin = session.pin, None
         if pin is not None:
             self._pins.unpin(pin)
 
-    def _close_where(self, is_ending: Callable[[Session], bool]) -> None:
+    def _close_where(self, is_ending: Callable[[_Session], bool]) -> None:
         with self._lock:
-            ending = [session for session in self._sessions.values() if is_ending(session)]
-        for session in ending:
-            self._close(session)
+            for session in [session for session in self._sessions.values() if is_ending(session)]:
+                self._close(session)

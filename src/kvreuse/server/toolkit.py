@@ -1,7 +1,7 @@
 """Runs the hooks of a handler through the inference toolkit, in this process and for many requests at once.
 
 Knows the toolkit and its traps: its one shared context, its error bodies that hold a traceback, its default input
-function that unpickles. Knows nothing of HTTP.
+function that unpickles. Knows nothing of HTTP beyond headers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from sagemaker_inference.default_inference_handler import DefaultInferenceHandle
 from sagemaker_inference.errors import BaseInferenceToolkitError, UnsupportedFormatError
 from sagemaker_inference.transformer import Transformer
 
-from kvreuse.api.fields import parse_object
-from kvreuse.errors import KVReuseError, RequestError
+from kvreuse.api.fields import as_text, parse_object
+from kvreuse.errors import InternalError, KVReuseError, RequestError
 from kvreuse.server import handler
-from kvreuse.server.answer import Answer
-from kvreuse.server.context import RequestContext
+from kvreuse.server.answer import JSON_TYPE, Answer
+from kvreuse.server.callers import join_headers
+from kvreuse.server.service import Service
 
-__all__ = ["Toolkit", "UserError"]
+__all__ = ["RequestContext", "Toolkit", "UserError"]
 
 _context: ContextVar[RequestContext | None] = ContextVar("kvreuse_request_context", default=None)
 
@@ -38,6 +39,60 @@ class UserError(KVReuseError):
         self.status = status
 
 
+class RequestContext:
+    """One request as hooks see it: what the stock model server (MMS) offers; `index` is always 0 there and here.
+
+    `headers` are looked up in any case. What a hook sets is in `status`, `content_type` and `response_headers`.
+    """
+
+    def __init__(self, headers: Mapping[str, str], *, request_id: str, model_dir: str) -> None:
+        self._headers = join_headers(headers)
+        self.request_id = request_id
+        self.status = 200
+        self.content_type = JSON_TYPE
+        self.response_headers: dict[str, str] = {}
+        self.request_processor = [self]
+        self.system_properties: dict[str, object] = {
+            "model_dir": model_dir,
+            "gpu_id": None,
+            "batch_size": 1,
+            "server_name": handler.SERVER_NAME,
+            "server_version": "1",
+        }
+
+    def get_request_properties(self) -> dict[str, str]:
+        """All headers as MMS spells them. The toolkit compares the content type for equality, so without parameters.
+
+        On a stream call SageMaker moves what the caller accepts to a header of its own.
+        """
+        headers = self._headers
+        properties = {name.title(): value for name, value in headers.items()}
+        properties["Content-Type"] = headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower()
+        if accept := headers.get("x-amzn-sagemaker-accept") or headers.get("accept"):
+            properties["Accept"] = accept
+        return properties
+
+    def get_all_request_header(self, index: int = 0) -> dict[str, str]:
+        return self.get_request_properties()
+
+    def get_request_header(self, index: int, key: str) -> str | None:
+        return self._headers.get(key.lower())
+
+    def get_request_id(self, index: int = 0) -> str:
+        return self.request_id
+
+    def set_response_header(self, index: int, key: str, value: str) -> None:
+        """A header that HTTP cannot carry is left out."""
+        if key.isascii() and key.replace("-", "").isalnum() and value.isascii() and value.isprintable():
+            self.response_headers[key] = value
+
+    def set_response_content_type(self, index: int, value: str) -> None:
+        self.content_type = value or JSON_TYPE
+
+    def set_response_status(self, code: int = 200, phrase: str = "", index: int = 0) -> None:
+        self.status = code
+
+
 class Toolkit(Transformer):  # type: ignore[misc]  # the toolkit has no types
     """Hooks of `entry_point` (looked for in the model's code/ folder, then on the path), else kvreuse's own.
 
@@ -49,14 +104,13 @@ class Toolkit(Transformer):  # type: ignore[misc]  # the toolkit has no types
         self.model_dir = model_dir
         super().__init__(_Defaults())
 
-    def load(self) -> Any:
-        """Import the hooks and load the model; what `model_fn` returned. Raises whatever they raise."""
+    def load(self) -> None:
+        """Import the hooks and load the model. Raises whatever they raise."""
         code_dir = str(Path(self.model_dir, "code"))
         if code_dir not in sys.path:
             sys.path.insert(0, code_dir)
         context = RequestContext({}, request_id="load", model_dir=self.model_dir)
         self.validate_and_initialize(model_dir=self.model_dir, context=context)
-        return self._model
 
     @property
     def is_own(self) -> bool:
@@ -67,9 +121,8 @@ class Toolkit(Transformer):  # type: ignore[misc]  # the toolkit has no types
 
         Raises KVReuseError, or whatever a hook raised.
         """
-        content_type = context.get_request_properties()["Content-Type"]
-        if content_type in ("application/json", "text/csv"):
-            _check_utf8(body)
+        if context.get_request_properties()["Content-Type"] in (JSON_TYPE, "text/csv"):
+            as_text(body)  # the toolkit would fail on it without a word
         token = _context.set(context)
         try:
             return self.transform([{"body": bytearray(body)}], context)[0]
@@ -112,21 +165,17 @@ class _Defaults(DefaultInferenceHandler):  # type: ignore[misc]
 
     def default_input_fn(self, input_data: Any, content_type: str, context: Any = None) -> Mapping[str, object]:
         """JSON only: the toolkit's own would unpickle what a caller sends."""
-        if content_type != "application/json":
+        if content_type != JSON_TYPE:
             raise UnsupportedFormatError(content_type)
         return parse_object(input_data)
 
     def default_predict_fn(self, data: Any, model: Any, context: Any = None) -> Any:
-        return handler.predict(data, model, context)
+        if not isinstance(model, Service):
+            reason = "the handler has a model_fn of its own, so it needs a predict_fn or a transform_fn too"
+            raise InternalError(reason)
+        return model.answer(data, headers=handler.headers_of(context))
 
     def default_output_fn(self, prediction: Any, accept: str, context: Any = None) -> Any:
         if isinstance(prediction, Answer | str | bytes | bytearray):
             return prediction
-        return super().default_output_fn(prediction, "application/json")
-
-
-def _check_utf8(body: bytes) -> None:
-    try:
-        body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
+        return super().default_output_fn(prediction, JSON_TYPE)

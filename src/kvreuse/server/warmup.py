@@ -15,9 +15,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvreuse.api.call import Template
-from kvreuse.api.facts import CUSTOM_ATTRIBUTES
+from kvreuse.config import Config
 from kvreuse.errors import KVReuseError
-from kvreuse.server.callers import Tenancy
+from kvreuse.server.callers import scope_of
 from kvreuse.types import Done, Event, Failed, Request, SamplingParams, Scope
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ class _Kept:
     scope: Scope
     state: State = State.COLD
     warmed_s: float = 0.0
-    took_ms: float = 0.0
     num_warm_tokens: int = 0  # in whole blocks
     pin: Lease | None = None
 
@@ -56,39 +55,36 @@ class WarmUp:
     def __init__(
         self,
         engine: Engine,
+        config: Config,
+        *,
         templates: Mapping[str, Template],
         prefixes: Mapping[str, tuple[int, ...]],
-        *,
-        tenancy: Tenancy,
     ) -> None:
         self._engine = engine
         names = sorted(prefixes, key=lambda name: -templates[name].priority)
-        self._kept = {name: _Kept(templates[name], prefixes[name], _scope(tenancy, templates[name])) for name in names}
-        self._ended = threading.Event()
+        self._kept = {
+            name: _Kept(templates[name], prefixes[name], scope_of(templates[name].tenant, config)) for name in names
+        }
 
     def run(self, *, budget_s: float) -> None:
         """Compute all that is cold, until the time is spent. Waits; what fails is logged and left."""
         started_s = time.monotonic()
         cold = [name for name, kept in self._kept.items() if self._state(kept) is State.COLD]
-        for number, name in enumerate(cold, start=1):
-            left_s = budget_s - (time.monotonic() - started_s)
-            if left_s <= 0 or self._ended.is_set():
-                num_left = len(cold) - number + 1
+        for number, name in enumerate(cold):
+            kept, begun_s = self._kept[name], time.monotonic()
+            left_s = budget_s - (begun_s - started_s)
+            if left_s <= 0:
+                num_left = len(cold) - number
                 _LOG.warning("warm-up ends after %.0f s: %d of %d templates stay cold", budget_s, num_left, len(cold))
                 return
-            kept = self._kept[name]
             self._warm(kept, timeout_s=left_s)
-            _LOG.info("warm-up %d/%d: template %s, %d tokens, %s, %.0f ms", number, len(cold), name,
-                      len(kept.token_ids), kept.state.value, kept.took_ms)  # fmt: skip
+            what = f"template {name}, {len(kept.token_ids)} tokens, {kept.state}"
+            _LOG.info("warm-up %d/%d: %s, %.0f ms", number + 1, len(cold), what, (time.monotonic() - begun_s) * 1e3)
 
     def keep(self, *, interval_s: float) -> None:
         """From now on look every interval_s for what was evicted, and compute it again while nobody waits."""
         if self._kept:
             threading.Thread(target=self._keep, args=(interval_s,), name="kvreuse-warm", daemon=True).start()
-
-    def stop(self) -> None:
-        """End `keep`."""
-        self._ended.set()
 
     def states(self) -> list[dict[str, object]]:
         """One object per template, in order of priority."""
@@ -99,9 +95,11 @@ class WarmUp:
         ]  # fmt: skip
 
     def _keep(self, interval_s: float) -> None:
-        while not self._ended.wait(interval_s) and self._engine.is_alive:
+        time.sleep(interval_s)
+        while self._engine.is_alive:
             if not self._engine.snapshot()["waiting"]:
                 self.run(budget_s=interval_s)
+            time.sleep(interval_s)
 
     def _state(self, kept: _Kept) -> State:
         ttl_s = kept.template.ttl_s
@@ -119,33 +117,21 @@ class WarmUp:
 
     def _warm(self, kept: _Kept, *, timeout_s: float) -> None:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = Request(
-            request_id=f"warm-up-{id(kept)}-{time.monotonic_ns()}",
-            token_ids=kept.token_ids,
-            sampling=SamplingParams(max_new_tokens=1),
-            scope=kept.scope,
-        )
-        started_s = time.monotonic()
+        request_id = f"warm-up-{id(kept)}-{time.monotonic_ns()}"
+        sampling = SamplingParams(max_new_tokens=1)
+        request = Request(request_id=request_id, token_ids=kept.token_ids, sampling=sampling, scope=kept.scope)
         kept.state = State.FAILED
         try:
             self._engine.submit(request, events.put)
             while not isinstance(event := events.get(timeout=timeout_s), Done | Failed):
                 pass
         except (KVReuseError, queue.Empty) as error:
-            self._engine.abort(request.request_id)
+            self._engine.abort(request_id)
             _LOG.warning("a template is not warm: %s", str(error) or "the time is spent")
             return
         kept.num_warm_tokens = self._num_resident(kept)
         if isinstance(event, Done) and kept.num_warm_tokens:
             kept.state = State.WARM
-            kept.warmed_s = kept.warmed_s or started_s
-            kept.took_ms = (time.monotonic() - started_s) * 1e3
+            kept.warmed_s = kept.warmed_s or time.monotonic()
             if kept.template.pin and kept.pin is None:
                 kept.pin = self._engine.pins.pin((*kept.token_ids, 0), scope=kept.scope)
-
-
-def _scope(tenancy: Tenancy, template: Template) -> Scope:
-    is_attribute = tenancy.header.lower() == CUSTOM_ATTRIBUTES.lower()
-    value = f"tenant={template.tenant}" if is_attribute else template.tenant
-    named = {tenancy.header: value} if template.tenant else {}
-    return tenancy.caller(named, is_admin=True).scope
