@@ -100,8 +100,7 @@ class PrefixCache:
                 if walk.num_blocks < query.limit:
                     why = why_not_more(self._tree, self._uses.ghosts, query=query, walk=walk)
                     lease.miss_reason, lease.diverged_at = why
-        lease.num_cached_tokens = lease.num_committed_tokens
-        hit = lease.num_cached_tokens
+        hit = lease.num_cached_tokens = lease.num_committed_tokens
         if is_counted:
             self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
         return lease
@@ -152,8 +151,7 @@ class PrefixCache:
         end -= end % size
         if not lease.keeps or end <= begin:
             return 0
-        known = len(lease.hashes) * size
-        if known < end:
+        if (known := len(lease.hashes) * size) < end:
             extend_hashes(lease.hashes, pack_tokens(token_ids[known:end]), scope=lease.scope, block_size=size)
         with self._structure:
             lease.check_open()

@@ -21,9 +21,9 @@ from kvreuse.cache.node import Node, Query, Walk, common_prefix
 from kvreuse.cache.spans import Span, SpanAllocator
 from kvreuse.types import Scope
 
-__all__ = ["PrefixTree"]
+__all__ = ["NUM_BUCKETS", "PrefixTree"]
 
-_NUM_BUCKETS = 64
+NUM_BUCKETS = 64
 
 
 class Bucket:
@@ -47,13 +47,13 @@ class PrefixTree:
         self.block_size = block_size
         self._block_bytes = block_size * TOKEN_BYTES
         self._spans = spans
-        self._buckets = [Bucket() for _ in range(_NUM_BUCKETS)]
+        self._buckets = [Bucket() for _ in range(NUM_BUCKETS)]
 
     def bucket(self, block_hash: bytes) -> Bucket:
-        return self._buckets[block_hash[0] % _NUM_BUCKETS]
+        return self._buckets[block_hash[0] % NUM_BUCKETS]
 
     def bucket_of(self, node: Node) -> Bucket:
-        return self._buckets[node.hashes[0] % _NUM_BUCKETS]
+        return self._buckets[node.hashes[0] % NUM_BUCKETS]
 
     @property
     def num_nodes(self) -> int:
@@ -207,7 +207,7 @@ class PrefixTree:
         second = node.hashes[at_hash : at_hash + HASH_BYTES]
         old, new = self.bucket_of(node), self.bucket(second)
         with ExitStack() as stack:
-            for number in sorted({upper.hashes[0] % _NUM_BUCKETS, second[0] % _NUM_BUCKETS}):
+            for number in sorted({upper.hashes[0] % NUM_BUCKETS, second[0] % NUM_BUCKETS}):
                 stack.enter_context(self._buckets[number].lock)
             upper.pins, upper.num_uses, upper.level = node.pins, node.num_uses, node.level
             upper.last_used_s, upper.last_turnover = node.last_used_s, node.last_turnover

@@ -67,8 +67,11 @@ def read_trace_of(args: argparse.Namespace) -> Trace:
     return read_trace(args.trace, block_size=args.block_size, tokenizer=args.tokenizer, rate=args.rate)
 
 
-def read_trace(path: str, *, block_size: int = 0, tokenizer: str | None = None, rate: float = 1.0) -> Trace:
+def read_trace(
+    path: str, *, block_size: int = 0, tokenizer: str | None = None, rate: float = 1.0, is_exact: bool = False
+) -> Trace:
     """block_size: tokens of a block of the file, where it does not say so itself. rate: requests/s of a prompt file.
+    is_exact: however long it is, its blocks are not merged into larger ones.
 
     Kinds: lines with hash_ids, input_length, output_length and timestamp (in ms; in s beside a chat_id); one session
     per line with its requests; prompts as `kvreuse lint` reads them, with time or timestamp (s) and max_new_tokens.
@@ -80,7 +83,7 @@ def read_trace(path: str, *, block_size: int = 0, tokenizer: str | None = None, 
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no trace that is known: {error!r}") from error
     found = sorted(found, key=lambda row: row.arrival_s)
-    merge = 1 + sum(row.num_blocks for row in found) // _MAX_BLOCK_REFS
+    merge = 1 if is_exact else 1 + sum(row.num_blocks for row in found) // _MAX_BLOCK_REFS
     return Trace(list(_interned(found, size, merge)), size * merge)
 
 
@@ -116,7 +119,7 @@ def _rows(rows: list[Any], block_size: int, tokenizer: str | None, rate: float) 
             _Row(
                 r["timestamp"] * scale,
                 r["input_length"],
-                r["output_length"],
+                r.get("output_length", 1),
                 r["hash_ids"],
                 str(r.get("session_id", "")),
             )
@@ -129,10 +132,10 @@ def _rows(rows: list[Any], block_size: int, tokenizer: str | None, rate: float) 
 
 def _block_size(rows: list[Any]) -> int:
     """The power of two with which every prompt has as many blocks as names, whether a partial one has a name or not."""
-    for power in range(12, 1, -1):
-        if all(len(r["hash_ids"]) - (r["input_length"] >> power) in (0, 1) for r in rows[:200]):
+    for power in range(15, -1, -1):
+        if all(len(r["hash_ids"]) - (r["input_length"] >> power) in (0, 1) for r in rows):
             return 1 << power
-    raise ValueError("the block size does not follow from it, name it with --block-size")
+    raise ValueError("the size of its blocks does not follow from it, say it")
 
 
 def _sessions(rows: list[Any]) -> Iterator[_Row]:

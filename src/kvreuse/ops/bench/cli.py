@@ -27,6 +27,7 @@ BENCHES = {
     "precision": ("kvreuse.ops.bench.precision", "what each stored form of KV costs in bytes and in answers"),
     "restart": ("kvreuse.ops.bench.restart", "first requests after a kill and on a new instance"),
     "policy": ("kvreuse.ops.bench.policy", "what eviction keeps of a trace of prompts, without a model"),
+    "store": ("kvreuse.ops.bench.store", "what the prefix cache costs per block as it grows, without a model"),
     "templates": ("kvreuse.ops.bench.templates", "time, throughput and memory of templated prompts"),
 }
 

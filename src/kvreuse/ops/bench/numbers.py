@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-__all__ = ["at_least"]
+__all__ = ["at_least", "many"]
 
 _MAX_NUMBER = 1_000_000
 
@@ -22,3 +22,8 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def many(one: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """An argparse type: values of the type `one` with commas between them, smallest first."""
+    return lambda text: sorted({one(part) for part in text.split(",")})
