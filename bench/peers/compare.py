@@ -21,12 +21,12 @@ from typing import Any
 from bench.peers.load import Answer, ask, ask_all
 from bench.peers.process import PeerError, running, usage
 from bench.peers.prompts import PREFIX_TOKENS, Load, PeerPrompt, templated, unrelated
-from bench.peers.reference import agrees, references
-from bench.peers.roster import PEERS, ROOT, Launch, Peer, environment
+from bench.peers.reference import agrees, digest, references
+from bench.peers.roster import FOLDER, MODEL, PEERS, ROOT, Launch, Peer, environment
 from kvreuse.ops.bench.server import free_port
 from kvreuse.ops.bench.workload import load_tokenizer
 
-__all__ = ["Comparison", "main"]
+__all__ = ["Comparison", "main", "make_parser"]
 
 FULL = Load(num_templates=8, prefix_tokens=PREFIX_TOKENS, max_tokens=64, num_requests={1: 16, 8: 32, 32: 64})
 QUICK = Load(num_templates=2, prefix_tokens=(512,), max_tokens=16, num_requests={1: 8, 8: 8})
@@ -70,7 +70,13 @@ class Comparison:
     def prepare(self) -> None:
         """Find the texts to compare with. PeerError when plain Transformers cannot be asked."""
         prompts = [prompt.text for prompt in self._prompts]
-        self._references = references(prompts, max_tokens=self._load.max_tokens, compute=self._plain_texts)
+        self._references = references(
+            prompts,
+            model=digest(MODEL / "model.safetensors"),
+            max_tokens=self._load.max_tokens,
+            compute=self._plain_texts,
+            file=FOLDER / "reference.json",
+        )
 
     def run(self, peers: Sequence[Peer], *, dtypes: Sequence[str], num_repetitions: int) -> Iterator[None]:
         """Measure; yields whenever records were added."""
@@ -177,6 +183,12 @@ def _figures(prompts: Sequence[PeerPrompt], answers: Sequence[Answer]) -> dict[s
     }
 
 
+def _described(load: Load) -> str:
+    lengths = ", ".join(f"{length:,}" for length in sorted(load.prefix_tokens))
+    requests = ", ".join(f"{requests} at {concurrency}" for concurrency, requests in load.num_requests.items())
+    return f"{load.num_templates} templates of {lengths} tokens, {load.max_tokens} new tokens, {requests} at a time"
+
+
 def _version(url: str, peer: Peer) -> str:
     if peer.version:
         return peer.version
@@ -197,8 +209,8 @@ def _request(url: str, method: str, route: str) -> bytes:
     return body
 
 
-def main(argv: list[str] | None = None) -> int:
-    """0, or 1 when nothing could be measured."""
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=PEERS, nargs="+", default=list(PEERS), help="those that are installed")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
@@ -210,7 +222,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-seconds", type=float, default=90.0, help="a run begins no further request after this")
     parser.add_argument("--quick", action="store_true", help="2 templates of 512 tokens, 8 requests of 16 new tokens")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="written after every session")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0, or 1 when nothing could be measured."""
+    args = make_parser().parse_args(argv)
     load = QUICK if args.quick else FULL
     comparison = Comparison(
         load, num_threads=args.threads, limit_s=args.run_seconds, budget_s=0 if args.quick else args.minutes * 60
@@ -224,6 +241,7 @@ def main(argv: list[str] | None = None) -> int:
             "is_quick": args.quick,
             "run_seconds": args.run_seconds,
             "left_out": left_out,
+            "workload": _described(load),
         }
         args.json.write_text(json.dumps({"settings": settings, "runs": comparison.records}, indent=1))
     return 0 if any("error" not in record for record in comparison.records) else 1

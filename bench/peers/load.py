@@ -65,9 +65,9 @@ def ask(url: str, prompt: str, *, max_tokens: int, model: str = "m") -> Answer:
 
 
 def ask_all(url: str, prompts: Sequence[str], *, concurrency: int, max_tokens: int, limit_s: float) -> list[Answer]:
-    """`concurrency` clients that each send the next prompt when their answer is complete, none after `limit_s`.
+    """`concurrency` clients that each send the next prompt when their answer is complete, until `limit_s` have passed.
 
-    The answers are those of the first prompts, in their order. Raises the first PeerError.
+    The answers are those of the first prompts, in their order. Raises PeerError once no answer is due any more.
     """
     deadline = time.perf_counter() + limit_s
     waiting = iter(enumerate(prompts))
@@ -75,12 +75,14 @@ def ask_all(url: str, prompts: Sequence[str], *, concurrency: int, max_tokens: i
     answers: dict[int, Answer] = {}
 
     def client(_: int) -> None:
-        while time.perf_counter() < deadline:
+        is_over = False
+        while not is_over:
             with taking:
                 number, prompt = next(waiting, (None, ""))
             if number is None:
                 return
             answers[number] = ask(url, prompt, max_tokens=max_tokens)
+            is_over = time.perf_counter() >= deadline
 
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         list(pool.map(client, range(concurrency)))
@@ -108,10 +110,13 @@ def _events(url: str, body: dict[str, Any]) -> Iterator[Any]:
             if response.status != http.client.OK:
                 raise PeerError(f"answered {response.status}: {response.read()[:200].decode(errors='replace')}")
             for line in response:
-                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                if line.strip() == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
                     event = json.loads(line.removeprefix(b"data: "))
                     if event.get("error"):
                         raise PeerError(f"ended a stream with an error: {event['error']}")
                     yield event
+            raise PeerError("ended a stream before its end")
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"broke a connection: {error or type(error).__name__}") from error

@@ -11,9 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.peers.roster import FOLDER, MODEL
-
-__all__ = ["agrees", "references"]
+__all__ = ["agrees", "digest", "references"]
 
 _SPECIAL = re.compile(r"<\|\w+\|>")
 _END = "<|im_end|>"
@@ -30,12 +28,13 @@ def agrees(text: str, reference: str) -> bool:
 
 
 def references(
-    prompts: Sequence[str], *, max_tokens: int, compute: Callable[[Sequence[str]], list[str]], folder: Path = FOLDER
+    prompts: Sequence[str], *, model: str, max_tokens: int, compute: Callable[[list[str]], list[str]], file: Path
 ) -> list[str]:
-    """The texts for `prompts`. What the file has not yet is computed, which takes seconds each, and kept."""
-    file = folder / "reference.json"
+    """The texts for `prompts`. What `file` has not yet is computed, which takes seconds each, and kept there.
+
+    model: whatever the texts depend on beside the prompt and their length.
+    """
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    model = _digest(MODEL / "model.safetensors")
     keys = [hashlib.sha256(f"{model}/{max_tokens}/{prompt}".encode()).hexdigest() for prompt in prompts]
     missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
     if missing:
@@ -44,6 +43,7 @@ def references(
     return [known[key] for key in keys]
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as weights:
-        return hashlib.file_digest(weights, "sha256").hexdigest()
+def digest(file: Path) -> str:
+    """Of all its bytes."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -12,17 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from queue import SimpleQueue
+from typing import Any
 
 from bench.peers.engines import ENGINES, Chunk, Engine, EngineSettings, Prompt
 
-__all__ = ["Broker", "main"]
+__all__ = ["Broker", "handler", "main"]
 
 
 class Broker:
@@ -40,36 +42,49 @@ class Broker:
         theirs.close()
         self._numbers = count()
         self._sending = threading.Lock()
-        self._waiting: dict[int, SimpleQueue[Chunk]] = {}
+        self._waiting: dict[int, SimpleQueue[Chunk | None]] = {}
         self.version: str = self._peer.recv()
-        threading.Thread(target=self._receive, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
+
+    def close(self) -> None:
+        """End the peer's process."""
+        self._process.kill()
+        self._process.join()
+        self._receiver.join()
+        self._peer.close()
 
     def ask(self, text: str, *, max_tokens: int) -> Iterator[Chunk]:
-        """The chunks of one answer as they are made, the last one marked."""
+        """The chunks of one answer as they are made, the last one marked. EOFError when the process has ended."""
         number = next(self._numbers)
         chunks = self._waiting[number] = SimpleQueue()
         with self._sending:
             self._peer.send(Prompt(number=number, text=text, max_tokens=max_tokens))
         while True:
             chunk = chunks.get()
+            if chunk is None:
+                raise EOFError("the peer's process has ended")
             yield chunk
             if chunk.is_last:
                 del self._waiting[number]
                 return
 
     def _receive(self) -> None:
-        try:
+        with suppress(EOFError, ConnectionError):
             while True:
                 chunk: Chunk = self._peer.recv()
                 self._waiting[chunk.number].put(chunk)
-        except EOFError:
-            # Its own last words are on stderr. Answers that are due will not come.
-            os._exit(1)
+        # Its own last words are on stderr. Answers that are due will not come.
+        for chunks in list(self._waiting.values()):
+            chunks.put(None)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    broker: Broker
+
+    def __init__(self, broker: Broker, *connection: Any) -> None:
+        self._broker = broker
+        super().__init__(*connection)
 
     def log_message(self, *_: object) -> None:
         """Nothing per request."""
@@ -77,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path != "/health":
             return self._answer(404, {"error": "no such route"})
-        self._answer(200, {"version": self.broker.version})
+        self._answer(200, {"version": self._broker.version})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -88,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         num_tokens = 0
-        for chunk in self.broker.ask(body["prompt"], max_tokens=body["max_tokens"]):
+        for chunk in self._broker.ask(body["prompt"], max_tokens=body["max_tokens"]):
             num_tokens += chunk.num_tokens
             self._event({"choices": [{"index": 0, "text": chunk.text}]})
         self._event({"choices": [], "usage": {"completion_tokens": num_tokens}})
@@ -103,6 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def handler(broker: Broker) -> Callable[..., BaseHTTPRequestHandler]:
+    """What answers a connection, for an HTTPServer."""
+    return partial(_Handler, broker)
 
 
 class _Server(ThreadingHTTPServer):
@@ -121,11 +141,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = EngineSettings(model=args.model, dtype=args.dtype, num_threads=args.threads)
     try:
-        _Handler.broker = Broker(ENGINES[args.peer], settings)
+        broker = Broker(ENGINES[args.peer], settings)
     except EOFError:
         print(f"serve.py: error: {args.peer} did not start", file=sys.stderr)
         return 1
-    _Server(("127.0.0.1", args.port), _Handler).serve_forever()
+    _Server(("127.0.0.1", args.port), handler(broker)).serve_forever()
     return 0
 
 
