@@ -11,20 +11,22 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from io import BufferedIOBase
+from typing import Any, TypeVar
 
-from kvreuse.kv.tiers.entry import BadEntry, Block
+from kvreuse.kv.tiers.entry import BadEntry, Block, read_block
 from kvreuse.types import Tier
 
-__all__ = ["Deadline", "OnEvict", "StorageTier", "TierUsage"]
+__all__ = ["LOADS_AT_ONCE", "Exchanges", "OnEvict", "StorageTier", "TierUsage"]
 
 log = logging.getLogger("kvreuse.tiers")
 
 REST_S = 5.0
+LOADS_AT_ONCE = 16
 T = TypeVar("T")
 OnEvict = Callable[[Block], None]
 
@@ -47,17 +49,25 @@ class TierUsage:
 
 
 class StorageTier(ABC):
-    """Thread-safe. `max_bytes` bounds what is stored and what is being written, overhead of entries included."""
+    """Thread-safe. `max_bytes` bounds what is stored and what is being written, overhead of entries included.
+
+    namespace: 32 hex digits, the identity of the KV; empty where nothing leaves the process.
+    """
 
     tier: Tier
     faults: tuple[type[Exception], ...] = (OSError,)  # what the storage raises when it fails
+    is_shared = False  # others write to the storage too: only asking it would tell what is there
 
-    def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, max_bytes: int, namespace: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
+        self._namespace = bytes.fromhex(namespace)
         self._clock = clock
         self._lock = threading.Lock()  # of the books; never held while the storage works
         self._books = TierUsage(max_bytes=max_bytes)
         self._rests_until_s = 0.0
+        self._map: Callable[..., Iterable[Any]] = map  # how work on several entries is done
+
+    # -- for callers ------------------------------------------------------------------------------
 
     @property
     def is_healthy(self) -> bool:
@@ -69,13 +79,23 @@ class StorageTier(ABC):
         """Store a block. False when it does not fit or the storage fails. on_evict gets what left to make room, from
         tiers that alone decide what their storage holds."""
 
-    @abstractmethod
     def find(self, keys: Sequence[bytes]) -> int:
         """How many of the leading keys are here, or may be where only asking the storage would tell. No I/O."""
+        return len(keys) if self.is_healthy else 0
 
-    @abstractmethod
     def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
-        """The leading blocks that are here and good. A bad entry is dropped and counted."""
+        """The leading blocks that are here and good. A bad entry is dropped and counted.
+
+        One is loaded alone, then many at once: most prompts that nobody computed yet cost one exchange.
+        """
+        run: list[Block] = []
+        while len(run) < len(keys):
+            part = slice(len(run), len(run) + (LOADS_AT_ONCE if run else 1))
+            for block in self._map(self._load, keys[part], token_bytes[part]):
+                if block is None:
+                    return run
+                run.append(block)
+        return run
 
     @abstractmethod
     def discard(self, key: bytes) -> None:
@@ -90,11 +110,33 @@ class StorageTier(ABC):
         with self._lock:
             return replace(self._books, is_healthy=self.is_healthy, tenant_bytes=dict(self._books.tenant_bytes))
 
-    def check_integrity(self) -> None:  # noqa: B027  # most tiers keep no accounts of their own
+    def check_integrity(self) -> None:  # noqa: B027  # not every tier keeps accounts of its own
         """Raises AssertionError when the accounts disagree."""
 
-    def close(self) -> None:  # noqa: B027  # most storages hold nothing open
+    def close(self) -> None:  # noqa: B027  # not every storage holds something open
         """Let go of what the storage holds open."""
+
+    # -- for tiers --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _opened(self, key: bytes) -> BufferedIOBase | None:
+        """The whole entry; None when there is none."""
+
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        """The verified block, None when there is none; no token_bytes: whatever its tokens. Raises BadEntry."""
+        file = self._opened(key)
+        if file is None:
+            return None
+        with file:
+            return read_block(file, namespace=self._namespace, key=key, token_bytes=token_bytes)
+
+    def _load(self, key: bytes, token_bytes: bytes) -> Block | None:
+        block = None
+        if self.is_healthy:
+            with self._noting_faults(key):
+                block = self._read(key, token_bytes)
+        self._count(num_hits=block is not None, num_misses=block is None)
+        return block
 
     def _count(self, **numbers: int) -> None:
         with self._lock:
@@ -119,17 +161,21 @@ class StorageTier(ABC):
             log.warning("%s tier rests for %g s: %s", self.tier.value, REST_S, reason)
 
 
-class Deadline:
-    """A limit on the whole of an operation: a socket's timeout is one of each read, so a server that sends a byte now
-    and then is never late. What is late is left behind on its thread; when all threads are, new work is late too."""
+class Exchanges:
+    """With a storage behind a network: several at once, each as a whole within a timeout.
 
-    def __init__(self, timeout_s: float, *, num_threads: int) -> None:
+    A socket's timeout is one of each read, so a server that sends a byte now and then is never late. What is late is
+    left behind on its thread; when all threads are, new work is late too.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="kvreuse-remote")
+        self._callers, self._calls = (ThreadPoolExecutor(LOADS_AT_ONCE, "kvreuse-remote") for _ in range(2))
+        self.map = self._callers.map
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` gives or raises. Raises TimeoutError."""
-        future = self._pool.submit(work)
+        future = self._calls.submit(work)
         try:
             return future.result(self._timeout_s)
         finally:
@@ -137,4 +183,5 @@ class Deadline:
 
     def close(self) -> None:
         """Waits for nothing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._callers, self._calls):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -33,10 +33,8 @@ class Entry(NamedTuple):
 class BookedTier(StorageTier):
     """See the module."""
 
-    is_shared = False  # others write to the storage too: what is not in the books may be there all the same
-
-    def __init__(self, *, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(max_bytes=max_bytes, clock=clock)
+    def __init__(self, *, max_bytes: int, namespace: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._hidden: dict[bytes, Entry] = {}  # being written, being removed, or not to be removed so far
         self._changing = threading.RLock()  # taken before _lock
@@ -51,10 +49,6 @@ class BookedTier(StorageTier):
     @abstractmethod
     def _write(self, block: Block) -> None:
         """Store and publish at once or not at all."""
-
-    @abstractmethod
-    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
-        """The verified block, None when it is gone; no token_bytes: whatever its tokens. Raises BadEntry."""
 
     @abstractmethod
     def _delete(self, key: bytes) -> None:
@@ -91,19 +85,10 @@ class BookedTier(StorageTier):
             return False
 
     def find(self, keys: Sequence[bytes]) -> int:
-        if not self.is_healthy:
-            return 0
+        if self.is_shared or not self.is_healthy:
+            return super().find(keys)
         with self._lock:
-            return next((n for n, key in enumerate(keys) if not (self.is_shared or key in self._entries)), len(keys))
-
-    def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
-        run = []
-        for key, tokens in zip(keys, token_bytes, strict=True):
-            block = self._load(key, tokens)
-            if block is None:
-                break
-            run.append(block)
-        return run
+            return next((number for number, key in enumerate(keys) if key not in self._entries), len(keys))
 
     def discard(self, key: bytes) -> None:
         with self._changing:
@@ -144,13 +129,15 @@ class BookedTier(StorageTier):
             is_known = key in self._entries
             if is_known:
                 self._entries.move_to_end(key)
-        block = None
-        if self.is_healthy and (is_known or self.is_shared):
-            with self._noting_faults(key):
-                block = self._read(key, token_bytes)
-                if block is None and is_known:
-                    self.discard(key)
-        self._count(num_hits=block is not None, num_misses=block is None)
+        if not (is_known or self.is_shared):
+            self._count(num_misses=1)
+            return None
+        return super()._load(key, token_bytes)
+
+    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+        block = super()._read(key, token_bytes)
+        if block is None and key in self._entries:  # somebody else removed it
+            self.discard(key)
         return block
 
     def _make_room(self, num_bytes: int, on_evict: OnEvict | None = None) -> bool:
@@ -178,7 +165,7 @@ class BookedTier(StorageTier):
             return [key for key, entry in entries.items() if tenant in (None, entry.tenant)]
 
     def _drop(self, keys: Sequence[bytes], *, run: Callable[..., Iterable[None]] = map) -> None:
-        """Nobody finds them from now on; their bytes count until the storage says that they are gone."""
+        """Nobody finds them from now on; their bytes count until they are gone. Under _changing."""
         with self._lock:
             self._hidden |= {key: self._entries.pop(key) for key in keys if key in self._entries}
         list(run(self._remove, keys))

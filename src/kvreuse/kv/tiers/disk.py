@@ -13,11 +13,11 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from kvreuse.kv.tiers.booked import BookedTier, Entry
-from kvreuse.kv.tiers.entry import BadEntry, Block, header_of, read_block, read_header, view_of
+from kvreuse.kv.tiers.entry import BadEntry, Block, header_of, read_header, view_of
 from kvreuse.types import Tier
 
 __all__ = ["DiskTier"]
@@ -36,8 +36,8 @@ class DiskTier(BookedTier):
     def __init__(
         self, folder: Path, *, namespace: str, max_bytes: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(max_bytes=max_bytes, clock=clock)
-        self._folder, self._namespace = folder, bytes.fromhex(namespace)
+        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
+        self._folder = folder
         self._lock_file: FileIO | None = None
         self.open()
 
@@ -109,19 +109,17 @@ class DiskTier(BookedTier):
             file.write(view_of(block.payload))
         temp.rename(path)
 
-    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+    def _opened(self, key: bytes) -> BufferedReader | None:
         if len(key) != _KEY_BYTES:
             return None
         try:
             file = self._path(key).open("rb")
         except FileNotFoundError:
             return None
-        with file:
-            block = read_block(file, namespace=self._namespace, key=key, token_bytes=token_bytes)
-            if time.time() - os.fstat(file.fileno()).st_mtime > _USE_S:
-                with suppress(OSError):  # the order of use need not survive a restart
-                    os.utime(file.fileno())
-        return block
+        if time.time() - os.fstat(file.fileno()).st_mtime > _USE_S:
+            with suppress(OSError):  # the order of use need not survive a restart
+                os.utime(file.fileno())
+        return file
 
     def _delete(self, key: bytes) -> None:
         path = self._path(key)

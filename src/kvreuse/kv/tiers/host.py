@@ -35,6 +35,9 @@ class HostTier(BookedTier):
             block = replace(block, payload=block.payload.pin_memory())
         self._blocks[block.key] = block
 
+    def _opened(self, key: bytes) -> None:
+        """Blocks are not kept as entries."""
+
     def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
         block = self._blocks.get(key)
         if block is not None and token_bytes and block.token_bytes != token_bytes:

@@ -8,7 +8,7 @@ What is there is only known by asking, so `find` says "may be". Knows one server
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -18,8 +18,8 @@ from valkey.exceptions import ConnectionError as ValkeyConnectionError
 from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
-from kvreuse.kv.tiers.base import Deadline, OnEvict, StorageTier
-from kvreuse.kv.tiers.entry import Block, header_of, read_block, view_of
+from kvreuse.kv.tiers.base import Exchanges, OnEvict, StorageTier
+from kvreuse.kv.tiers.entry import Block, header_of, view_of
 from kvreuse.types import Tier
 
 __all__ = ["SCHEMES", "RedisTier"]
@@ -27,9 +27,7 @@ __all__ = ["SCHEMES", "RedisTier"]
 # A URL's scheme and what the client calls it.
 SCHEMES = {"valkey": "valkey", "redis": "valkey", "valkeys": "valkeys", "rediss": "valkeys"}
 _OVERHEAD_BYTES = 512  # of an entry's names and places in the server's memory
-_KEYS_AT_ONCE, _BYTES_AT_ONCE = 16, 2**24
 _NAMES_AT_ONCE = 1000
-_NUM_CONNECTIONS = 4
 _READ_BYTES = 2**18  # at once: the client's own 64 KiB cost half as much time again
 _USAGE_TTL_S = 5.0
 
@@ -93,6 +91,7 @@ class RedisTier(StorageTier):
     """
 
     tier = Tier.REMOTE
+    is_shared = True
     faults = (OSError, ValkeyError, ValueError)  # the last where what answers speaks another language
 
     def __init__(
@@ -105,7 +104,7 @@ class RedisTier(StorageTier):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ValueError for a URL that is none."""
-        super().__init__(max_bytes=max_bytes, clock=clock)
+        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
         scheme, _, rest = url.partition("://")
         self._client: Any = Valkey.from_url(  # half typed, and for asyncio too
             f"{SCHEMES[scheme]}://{rest}",
@@ -115,42 +114,26 @@ class RedisTier(StorageTier):
             # A connection that the server closed while it was idle is no fault; a timeout is.
             retry=Retry(NoBackoff(), 1, supported_errors=(ValkeyConnectionError,)),
         )
-        self._deadline = Deadline(timeout_s, num_threads=_NUM_CONNECTIONS)
-        self._namespace = bytes.fromhex(namespace)
+        self._exchanges = Exchanges(timeout_s)
+        self._map = self._exchanges.map
         self._prefix = f"kvreuse:{{{namespace}}}:"  # in braces: all in one slot of a cluster
         self._keys = [self._prefix + name for name in ("used", "entries", "tenants", "sums")]
         scripts = [self._client.register_script(_FORGET + script) for script in (_PUT, _USE, _DROP)]
         self._put, self._use, self._drop = scripts
         self._usage_until_s = 0.0
-        self._num_at_once = 1  # until the size of a block is known
 
     def put(self, block: Block, *, on_evict: OnEvict | None = None) -> bool:
         is_stored = 0
         if self.is_healthy:
             with self._noting_faults():
-                is_stored, num_evicted = self._deadline.run(lambda: self._stored(block))
+                is_stored, num_evicted = self._exchanges.run(lambda: self._stored(block))
                 self._count(num_puts=is_stored, num_evicted=num_evicted)
                 self._learn_usage()
         return bool(is_stored)
 
-    def find(self, keys: Sequence[bytes]) -> int:
-        return len(keys) if self.is_healthy else 0
-
-    def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
-        run: list[Block] = []
-        while len(run) < len(keys) and self.is_healthy:
-            part = slice(len(run), min(len(run) + self._num_at_once, len(keys)))
-            run += self._leading(keys[part], token_bytes[part])
-            if len(run) < part.stop:
-                break
-            # So many that an exchange fits in the timeout on a slow network.
-            self._num_at_once = max(1, min(_KEYS_AT_ONCE, _BYTES_AT_ONCE // run[-1].entry_bytes))
-        self._count(num_hits=len(run), num_misses=len(run) < len(keys))
-        return run
-
     def discard(self, key: bytes) -> None:
         with self._noting_faults():
-            self._deadline.run(lambda: self._run(self._drop, key.hex()))
+            self._exchanges.run(lambda: self._run(self._drop, key.hex()))
             self._learn_usage()
 
     def purge(self, tenant: str | None) -> int:
@@ -167,7 +150,7 @@ class RedisTier(StorageTier):
         return num_dropped
 
     def close(self) -> None:
-        self._deadline.close()
+        self._exchanges.close()
         self._client.close()
 
     def _run(self, script: Any, *args: Any) -> Any:
@@ -183,29 +166,19 @@ class RedisTier(StorageTier):
         is_stored, num_evicted = self._run(self._put, name, size, self.max_bytes, tenant, value)
         return is_stored, num_evicted
 
-    def _leading(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> Iterator[Block]:
-        """The leading good ones of these, by one exchange."""
-        values: list[bytes | None] = []
-        with self._noting_faults():
-            values = self._deadline.run(lambda: self._values([key.hex() for key in keys]))
-        for key, tokens, value in zip(keys, token_bytes, values, strict=False):
-            block = None
-            if value is not None:
-                with self._noting_faults(key):
-                    block = read_block(BytesIO(value), namespace=self._namespace, key=key, token_bytes=tokens)
-            if block is None:
-                return
-            yield block
+    def _opened(self, key: bytes) -> BytesIO | None:
+        value = self._exchanges.run(lambda: self._value(key.hex()))
+        return None if value is None else BytesIO(value)
 
-    def _values(self, names: Sequence[str]) -> list[bytes | None]:
+    def _value(self, name: str) -> bytes | None:
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.mget([self._prefix + name for name in names])
-        pipeline.evalsha(self._use.sha, len(self._keys), *self._keys, self._prefix, *names)
+        pipeline.get(self._prefix + name)
+        pipeline.evalsha(self._use.sha, len(self._keys), *self._keys, self._prefix, name)
         # A use that is not noted harms nobody: the server has no memory for it, or lost the script until the next put.
-        values: list[bytes | None] | ValkeyError = pipeline.execute(raise_on_error=False)[0]
-        if isinstance(values, ValkeyError):
-            raise values
-        return values
+        value: bytes | ValkeyError | None = pipeline.execute(raise_on_error=False)[0]
+        if isinstance(value, ValkeyError):
+            raise value
+        return value
 
     def _learn_usage(self) -> None:
         """Now and then: it costs a round trip."""
@@ -214,7 +187,7 @@ class RedisTier(StorageTier):
         self._usage_until_s = self._clock() + _USAGE_TTL_S
         pipeline = self._client.pipeline(transaction=False)
         pipeline.hlen(self._keys[1]).hget(self._keys[3], "bytes").hgetall(self._keys[2])
-        num_entries, num_bytes, tenants = self._deadline.run(pipeline.execute)
+        num_entries, num_bytes, tenants = self._exchanges.run(pipeline.execute)
         with self._lock:
             self._books.num_entries, self._books.num_bytes = num_entries, int(num_bytes or 0)
             self._books.tenant_bytes = {name.decode("utf-8", "surrogatepass"): int(n) for name, n in tenants.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
@@ -19,14 +19,13 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from kvreuse.errors import ConfigError
-from kvreuse.kv.tiers.base import Deadline
+from kvreuse.kv.tiers.base import LOADS_AT_ONCE, Exchanges
 from kvreuse.kv.tiers.booked import BookedTier, Entry
-from kvreuse.kv.tiers.entry import MAX_HEADER_BYTES, Block, header_of, read_block, read_header, view_of
+from kvreuse.kv.tiers.entry import MAX_HEADER_BYTES, Block, header_of, read_header, view_of
 from kvreuse.types import Tier
 
 __all__ = ["S3Tier", "fetch_text"]
 
-_GETS_AT_ONCE = 16
 _NAME = re.compile("[0-9a-f]{32}")
 
 
@@ -47,48 +46,36 @@ class S3Tier(BookedTier):
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(max_bytes=max_bytes, clock=clock)
+        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
         self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/{namespace}/".lstrip("/")
-        self._namespace = bytes.fromhex(namespace)
         options = ClientConfig(
             connect_timeout=timeout_s,
             read_timeout=timeout_s,
             retries={"total_max_attempts": 1},
-            max_pool_connections=_GETS_AT_ONCE,
+            max_pool_connections=LOADS_AT_ONCE,
             # Entries bring their own checksums.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
         self._client: Any = boto3.client("s3", config=options)
-        self._deadline = Deadline(timeout_s, num_threads=_GETS_AT_ONCE)
-        self._pool = ThreadPoolExecutor(_GETS_AT_ONCE, thread_name_prefix="kvreuse-s3")
+        self._exchanges = Exchanges(timeout_s)
+        self._map = self._exchanges.map
         self.open()
-
-    def load_run(self, keys: Sequence[bytes], token_bytes: Sequence[bytes]) -> list[Block]:
-        """One alone, then many at once: most prompts that nobody computed yet cost one request."""
-        run: list[Block] = []
-        while len(run) < len(keys):
-            part = slice(len(run), len(run) + (_GETS_AT_ONCE if run else 1))
-            for block in list(self._pool.map(self._load, keys[part], token_bytes[part])):
-                if block is None:
-                    return run
-                run.append(block)
-        return run
 
     def purge(self, tenant: str | None) -> int:
         """Also of what other instances wrote."""
-        with self._changing:
+        # Threads of its own: those that load may wait for this to end.
+        with ThreadPoolExecutor(LOADS_AT_ONCE) as pool, self._changing:
             keys = set(self._keys_of(tenant))
             with self._noting_faults():
                 listed = list(self._listed())
-                owners = [None] * len(listed) if tenant is None else self._pool.map(self._owner, listed)
+                owners = [None] * len(listed) if tenant is None else pool.map(self._owner, listed)
                 keys |= {key for key, owner in zip(listed, owners, strict=True) if owner == tenant}
-            self._drop(list(keys), run=self._pool.map)
+            self._drop(list(keys), run=pool.map)
             return len(keys)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._deadline.close()
+        self._exchanges.close()
         self._client.close()
 
     def _listed(self) -> dict[bytes, Entry]:
@@ -103,11 +90,9 @@ class S3Tier(BookedTier):
         value = b"".join((header_of(block, namespace=self._namespace), view_of(block.payload)))
         self._ask("put_object", block.key, Body=value)
 
-    def _read(self, key: bytes, token_bytes: bytes) -> Block | None:
+    def _opened(self, key: bytes) -> BytesIO | None:
         value = self._ask("get_object", key)
-        if value is None:
-            return None
-        return read_block(BytesIO(value), namespace=self._namespace, key=key, token_bytes=token_bytes)
+        return None if value is None else BytesIO(value)
 
     def _delete(self, key: bytes) -> None:
         self._ask("delete_object", key)
@@ -131,7 +116,7 @@ class S3Tier(BookedTier):
             return answer["Body"].read() if "Body" in answer else b""
 
         try:
-            return self._deadline.run(call)
+            return self._exchanges.run(call)
         except ClientError as error:
             if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
                 return None
