@@ -6,8 +6,8 @@ Knows the tree and the policy. Knows nothing of leases or of why room is wanted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
 
 from kvreuse.cache.hashing import HASH_BYTES
 from kvreuse.cache.node import Node
@@ -24,7 +24,9 @@ OnEvict = Callable[[bytes, bytes, int, str], None]
 _MIN_TO_SWEEP = 1024
 
 _Entry = tuple[float, int, Node]  # last_used_s, stamp, node
-_Candidate = tuple[float, int, int, _Entry]  # key, which end, level, entry
+# key, which end, level, entry: of a level may go what was used first and what was used last, in this order when the
+# keys are equal
+_Candidate = tuple[float, int, int, _Entry]
 _COUNTER_OF = {
     MissReason.EVICTED: "num_evicted_blocks",
     MissReason.EXPIRED: "num_expired_blocks",
@@ -48,17 +50,13 @@ class _Level:
             self._oldest = sorted(self._newest)
             self._max_entries = 2 * len(self._newest) + _MIN_TO_SWEEP
 
-    def first(self) -> list[_Entry]:
-        """The entry that was used first: one or none."""
-        while self._oldest and not is_current(self._oldest[0]):
-            heappop(self._oldest)
-        return self._oldest[:1]
-
     def ends(self) -> list[_Entry]:
         """The entries that were used first and last: two, one or none."""
+        while self._oldest and not is_current(self._oldest[0]):
+            heappop(self._oldest)
         while self._newest and not is_current(self._newest[-1]):
             self._newest.pop()
-        first, last = self.first(), self._newest[-1:]
+        first, last = self._oldest[:1], self._newest[-1:]
         return first if first == last else first + last
 
     def __contains__(self, node: Node) -> bool:
@@ -149,38 +147,37 @@ class Evictor:
 
     def _evict(self, num_slots: int, levels: defaultdict[int, _Level]) -> int:
         freed, block_size = 0, self._tree.block_size
-        candidates = [candidate for number in list(levels) for candidate in self._candidates(levels, number)]
-        heapify(candidates)
-        while freed < num_slots and candidates:
+        candidates: list[_Candidate] = []
+        firsts: dict[int, list[_Entry]] = {}
+        changed = set(levels)
+        while freed < num_slots:
+            for number in changed:
+                ends = levels[number].ends()
+                firsts[number] = ends[:1]
+                for at, entry in enumerate(ends):
+                    heappush(candidates, (self._uses.key(entry[2]), at, number, entry))
+            if not candidates:
+                break
             key, _, number, entry = heappop(candidates)
             changed = {number}
-            if is_current(entry):
-                entry = self._oldest_unless_worse(levels, entry, key)
-                node = entry[2]
-                changed.add(node.level)
-                wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
-                parent = node.parent
-                if self._drop(node, wanted, MissReason.EVICTED):
-                    freed += wanted * block_size
-                if not (node.hashes or parent is None or parent.is_root or parent.children or parent.pins):
-                    self._file(parent, levels)
-                    changed.add(parent.level)
-            for changed_number in changed if freed < num_slots else ():
-                for candidate in self._candidates(levels, changed_number):
-                    heappush(candidates, candidate)
+            if not is_current(entry):
+                continue
+            node = self._oldest_unless_worse(firsts.values(), entry, key)
+            changed.add(node.level)
+            wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
+            parent = node.parent
+            if self._drop(node, wanted, MissReason.EVICTED):
+                freed += wanted * block_size
+            if not (node.hashes or parent is None or parent.is_root or parent.children or parent.pins):
+                self._file(parent, levels)
+                changed.add(parent.level)
         return freed
 
-    def _oldest_unless_worse(self, levels: defaultdict[int, _Level], entry: _Entry, key: float) -> _Entry:
+    def _oldest_unless_worse(self, firsts: Iterable[list[_Entry]], entry: _Entry, key: float) -> Node:
         """The least recently used of all, when the entry's key is smaller by no more than the policy's margin."""
-        firsts = [first for level in levels.values() for first in level.first()]
-        oldest = min(firsts, default=entry)  # none when matchers have pinned them all meanwhile
-        is_better = oldest is not entry and self._uses.key(oldest[2]) - key < self._uses.policy.margin
-        return oldest if is_better else entry
-
-    def _candidates(self, levels: defaultdict[int, _Level], number: int) -> Iterator[_Candidate]:
-        """What of a level may go next, as it sorts: the first used before the last used where their keys are equal."""
-        for at, entry in enumerate(levels[number].ends()):
-            yield self._uses.key(entry[2]), at, number, entry
+        oldest = min(filter(None, firsts), default=[entry])[0]
+        is_oldest = oldest is entry or self._uses.key(oldest[2]) - key < self._uses.policy.margin
+        return (oldest if is_oldest else entry)[2]
 
     def _file(self, node: Node, levels: defaultdict[int, _Level]) -> None:
         self._num_stamps += 1

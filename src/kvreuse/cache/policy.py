@@ -138,7 +138,7 @@ class SizeWeightedLRU(Policy):
 
     def _age_class(self, age: float) -> int:
         octave = int(age / self._FIRST_AGE).bit_length()
-        return min(octave, self._NUM_AGES - 1)
+        return octave if octave < self._NUM_AGES else self._NUM_AGES - 1
 
     def _learn(self) -> None:
         """Values of all levels and ages from what was counted; old counts fade."""
@@ -263,4 +263,4 @@ class Uses:
         return ghost.num_uses + 1
 
     def key(self, entry: Usable) -> float:
-        return self.policy.key(entry, self.turnover)
+        return self.policy.key(entry, self.num_written_slots / self._num_slots)

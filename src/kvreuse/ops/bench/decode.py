@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvreuse.engine.parts import EngineParts
     from kvreuse.engine.scheduler import Scheduled
 
-__all__ = ["add_flags", "make_items", "measure", "scheduled"]
+__all__ = ["add_flags", "make_items", "measure", "scheduled", "step"]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace) -> Report:
     for number in range(args.steps + 1):
         chosen = {}
         for is_shared in (True, False) if number % 2 else (False, True):
-            chosen[is_shared], took_ms = _step(parts, batches[is_shared])
+            chosen[is_shared], took_ms = step(parts, batches[is_shared])
             if number:  # the first of each kind warms up
                 step_ms[is_shared].append(took_ms)
         is_equal = is_equal and chosen[True] == chosen[False]
@@ -130,7 +130,7 @@ def scheduled(item: Scheduled, num_tokens: int) -> Scheduled:
     return type(item)(item.sequence, item.lease, num_tokens)
 
 
-def _step(parts: EngineParts, items: list[Scheduled]) -> tuple[dict[int, int], float]:
+def step(parts: EngineParts, items: list[Scheduled]) -> tuple[dict[int, int], float]:
     """Compute one token of each; greedy next tokens by sequence number, and milliseconds."""
     started_s = time.perf_counter()
     sampled, logits = parts.runner.run(items)

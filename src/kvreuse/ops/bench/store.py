@@ -82,7 +82,7 @@ class _Store:
         self._num_prompts = num_blocks // prompt_blocks - _ROUNDS * self._chunk
         gc.collect()
         before = _resident_bytes()
-        self._cache = _make_cache(num_blocks + prompt_blocks + 1)
+        self._cache = _make_cache(num_blocks)
         for number in range(self._num_prompts):
             _store(self._cache, [_prompt(number, prompt_blocks)])
         gc.collect()
@@ -129,10 +129,11 @@ def _match(cache: PrefixCache, prompts: Sequence[_Prompt]) -> None:
 
 
 def _store(cache: PrefixCache, prompts: Sequence[_Prompt]) -> None:
+    """Whole blocks only, so that it is the index and the policy that are measured and not how a pool is kept tidy."""
     for prompt in prompts:
         with cache.acquire(prompt, scope=_SCOPE) as lease:
-            if cache.reserve(lease, len(prompt), num_computed_tokens=lease.num_cached_tokens):
-                cache.commit(lease, prompt, num_computed_tokens=len(prompt))
+            if cache.reserve(lease, len(prompt) - 1, num_computed_tokens=lease.num_cached_tokens):
+                cache.commit(lease, prompt, num_computed_tokens=len(prompt) - 1)
 
 
 def _resident_bytes() -> int:
