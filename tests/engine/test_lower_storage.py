@@ -16,7 +16,7 @@ from kvreuse.kv.tiers.stack import TierStack
 from kvreuse.types import MissReason, Request, SamplingParams, Scope, Tier
 from tests.engine.families import VOCAB
 from tests.engine.harness import BLOCK, Answer, generate, plain_tiny, running_engine, send, tiny
-from tests.kv.tiers.harness import files_of, redis_server, silent_server
+from tests.kv.tiers.harness import files_of, redis_server, silent_server, wait_until_stored
 
 FAMILY = "llama"
 PROMPT = random.Random(1).choices(range(2, VOCAB), k=5 * BLOCK + 3)
@@ -70,7 +70,7 @@ def ask(engine, prompt=PROMPT, *, tenant=""):
     engine.submit(request, answer.events.put)
     done = answer.result()
     assert list(done.completions[0].token_ids) == generate(plain_tiny(FAMILY), prompt, 6)
-    assert engine._parts.lower.stack.drain(timeout_s=20)
+    wait_until_stored(engine._parts.lower.stack)
     return done.facts
 
 
@@ -129,7 +129,7 @@ def test_kv_of_another_dtype_is_stored_and_comes_back(checkpoint, storage, kv_ca
     tier, options = storage
     with start(checkpoint, **options, kv_cache_dtype=kv_cache_dtype) as engine:
         send(engine, PROMPT).result()
-        assert engine._parts.lower.stack.drain(timeout_s=20)
+        wait_until_stored(engine._parts.lower.stack)
     with start(checkpoint, **options, kv_cache_dtype=kv_cache_dtype) as engine:
         facts = send(engine, PROMPT).result().facts
         assert (facts.cached_tokens, facts.tier) == (NUM_CACHED, tier)

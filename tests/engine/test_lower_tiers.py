@@ -9,6 +9,7 @@ from kvreuse.kv.tiers.stack import TierStack
 from kvreuse.types import MissReason, Tier
 from tests.engine.families import VOCAB
 from tests.engine.harness import BLOCK, generate, plain_tiny, running_engine, send, tiny
+from tests.kv.tiers.harness import wait_until_stored
 
 SLOT_BYTES = 384
 
@@ -30,7 +31,7 @@ def _push_out(engine, *, num_requests=8):
 
 def _settle(engine):
     """Until all that was offered is stored."""
-    assert engine._parts.lower.stack.drain(timeout_s=20)
+    wait_until_stored(engine._parts.lower.stack)
 
 
 @pytest.fixture(autouse=True)

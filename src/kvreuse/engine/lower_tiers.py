@@ -35,18 +35,10 @@ OnArrival = Callable[[Sequence, int, Fetched], None]
 class LowerTiers:
     """Demotion and promotion for one pool."""
 
-    def __init__(
-        self,
-        stack: TierStack,
-        *,
-        pool: KVPool,
-        codec: BlockCodec,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, stack: TierStack, *, pool: KVPool, codec: BlockCodec) -> None:
         self.stack = stack
         self._pool = pool
         self._codec = codec
-        self._clock = clock
         self._deadlines: dict[Sequence, float] = {}
         self.post: Callable[[Callable[[], None]], None] = lambda job: job()
         self.num_promoted_tokens = 0
@@ -70,34 +62,24 @@ class LowerTiers:
     def evicted(self, hashes: bytes, token_bytes: bytes, start: int, tenant: str) -> None:
         """Blocks leave the pool: their slots from `start` on are still as they were."""
         if self.stack.write == "on_evict":
-            self._offer(hashes, token_bytes, slots=range(start, start + len(token_bytes) // TOKEN_BYTES), tenant=tenant)
+            size = self._codec.block_size
+            for number in range(len(hashes) // HASH_BYTES):
+                key = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+                tokens = token_bytes[number * size * TOKEN_BYTES : (number + 1) * size * TOKEN_BYTES]
+                self._offer(key, tokens, slot=start + number * size, tenant=tenant)
 
     def committed(self, sequence: Sequence, lease: Lease, *, since: int) -> None:
         """Positions [since, lease.num_committed_tokens) are whole blocks in the pool now."""
-        if self.stack.write != "through" or not lease.keeps:
-            return
-        size = self._codec.block_size
-        end = lease.num_committed_tokens
-        hashes = b"".join(sequence.hashes()[since // size : end // size])
-        slots = [lease.slot(position) for position in range(since, end, size)]
-        self._offer(hashes, pack_tokens(sequence.token_ids[since:end]), slots=slots, tenant=lease.scope.tenant, step=1)
+        if self.stack.write == "through" and lease.keeps:
+            size, hashes = self._codec.block_size, sequence.hashes()
+            for position in range(since, lease.num_committed_tokens, size):
+                tokens = pack_tokens(sequence.token_ids[position : position + size])
+                self._offer(hashes[position // size], tokens, slot=lease.slot(position), tenant=lease.scope.tenant)
 
-    def _offer(
-        self, hashes: bytes, token_bytes: bytes, *, slots: list[int] | range, tenant: str, step: int | None = None
-    ) -> None:
-        size = self._codec.block_size
-        num_bytes = size * TOKEN_BYTES
-        for number in range(len(hashes) // HASH_BYTES):
-            key = hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
-            if self.stack.wants(key):
-                self.stack.offer(
-                    Block(
-                        key=key,
-                        tenant=tenant,
-                        token_bytes=token_bytes[number * num_bytes : (number + 1) * num_bytes],
-                        payload=self._codec.read(self._pool, slots[number * (step or size)]),
-                    )
-                )
+    def _offer(self, key: bytes, token_bytes: bytes, *, slot: int, tenant: str) -> None:
+        if self.stack.wants(key):
+            payload = self._codec.read(self._pool, slot)
+            self.stack.offer(Block(key=key, tenant=tenant, token_bytes=token_bytes, payload=payload))
 
     def load(self, sequence: Sequence, *, num_resident: int, on_arrival: OnArrival) -> bool:
         """Begin to load what the tiers have beyond the resident tokens. False: nothing to wait for.
@@ -126,7 +108,7 @@ class LowerTiers:
 
         if not self.stack.fetch(keys, token_bytes, on_done):
             return False
-        self._deadlines[sequence] = self._clock() + max(compute_ms / 1e3, MIN_PATIENCE_S)
+        self._deadlines[sequence] = time.monotonic() + max(compute_ms / 1e3, MIN_PATIENCE_S)
         return True
 
     def forget(self, sequence: Sequence) -> bool:
@@ -135,7 +117,7 @@ class LowerTiers:
 
     def overdue(self) -> list[Sequence]:
         """Who has waited long enough: computing is quicker than what is still to come."""
-        now = self._clock()
+        now = time.monotonic()
         return [sequence for sequence, deadline_s in self._deadlines.items() if deadline_s <= now]
 
     def next_deadline_s(self) -> float | None:
@@ -153,9 +135,8 @@ class LowerTiers:
             if not first_block * size <= begin < end or not cache.reserve(lease, end, num_computed_tokens=begin):
                 return
             for position in range(begin, end, size):
-                self._codec.write(
-                    self._pool, lease.slot(position), fetched.blocks[position // size - first_block].payload
-                )
+                block = fetched.blocks[position // size - first_block]
+                self._codec.write(self._pool, lease.slot(position), block.payload)
             cache.commit(lease, sequence.token_ids, num_computed_tokens=end)
             sequence.answers.promoted_from = fetched.tier
             self.num_promoted_tokens += end - begin

@@ -16,6 +16,7 @@ import torch
 
 from kvreuse.kv.tiers.base import StorageTier
 from kvreuse.kv.tiers.entry import Block
+from kvreuse.kv.tiers.stack import TierStack
 
 PAYLOAD_BYTES = 1000
 NAMESPACE, OTHER_NAMESPACE = "ab" * 16, "cd" * 16
@@ -120,6 +121,14 @@ def silent_server() -> Iterator[str]:
         listening.bind(("127.0.0.1", 0))
         listening.listen(16)
         yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def wait_until_stored(stack: TierStack) -> None:
+    """Until all that was offered is stored, or given up."""
+    deadline_s = time.monotonic() + 20
+    while stack._queued_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def put_all(tier: StorageTier, blocks: Sequence[Block]) -> None:

@@ -63,18 +63,17 @@ redis.call('HINCRBY', KEYS[3], ARGV[5], bytes)
 redis.call('HINCRBY', KEYS[4], 'bytes', bytes)
 return {1, evicted}
 """
-# ARGV: prefix, names. Notes their use; what the server dropped on its own is forgotten. Gives how many are there.
+# ARGV: prefix, name, GET or EXISTS. Gives what that says; what the server dropped on its own is forgotten.
 _USE = """
-local there = 0
-for i = 2, #ARGV do
-  if redis.call('EXISTS', ARGV[1] .. ARGV[i]) == 0 then
-    forget(ARGV[i])
-  else
-    redis.call('ZADD', KEYS[1], 'XX', redis.call('HINCRBY', KEYS[4], 'uses', 1), ARGV[i])
-    there = there + 1
-  end
+local found = redis.call(ARGV[3], ARGV[1] .. ARGV[2])
+if not found or found == 0 then
+  forget(ARGV[2])
+else
+  -- A use that is not noted harms nobody: the server may have no memory for it.
+  local uses = redis.pcall('HINCRBY', KEYS[4], 'uses', 1)
+  if type(uses) == 'number' then redis.pcall('ZADD', KEYS[1], 'XX', uses, ARGV[2]) end
 end
-return there
+return found
 """
 # ARGV: prefix, names. Gives how many were there.
 _DROP = """
@@ -159,7 +158,7 @@ class RedisTier(StorageTier):
     def _stored(self, block: Block) -> tuple[int, int]:
         """Whether it is there now, and how many left for it."""
         name = block.key.hex()
-        if self._run(self._use, name):
+        if self._run(self._use, name, "EXISTS"):
             return 1, 0  # another instance was quicker
         value = b"".join((header_of(block, namespace=self._namespace), view_of(block.payload)))
         size, tenant = len(value) + _OVERHEAD_BYTES, block.tenant.encode("utf-8", "surrogatepass")
@@ -167,18 +166,8 @@ class RedisTier(StorageTier):
         return is_stored, num_evicted
 
     def _opened(self, key: bytes) -> BytesIO | None:
-        value = self._exchanges.run(lambda: self._value(key.hex()))
+        value = self._exchanges.run(lambda: self._run(self._use, key.hex(), "GET"))
         return None if value is None else BytesIO(value)
-
-    def _value(self, name: str) -> bytes | None:
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.get(self._prefix + name)
-        pipeline.evalsha(self._use.sha, len(self._keys), *self._keys, self._prefix, name)
-        # A use that is not noted harms nobody: the server has no memory for it, or lost the script until the next put.
-        value: bytes | ValkeyError | None = pipeline.execute(raise_on_error=False)[0]
-        if isinstance(value, ValkeyError):
-            raise value
-        return value
 
     def _learn_usage(self) -> None:
         """Now and then: it costs a round trip."""

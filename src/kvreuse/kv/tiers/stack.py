@@ -149,13 +149,6 @@ class TierStack:
     def usage(self) -> dict[Tier, TierUsage]:
         return {tier.tier: tier.usage() for tier in self._tiers}
 
-    def drain(self, *, timeout_s: float) -> bool:
-        """Wait until everything that was offered is stored. False: it took too long."""
-        deadline_s = time.monotonic() + timeout_s
-        while self._queued_bytes and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        return not self._queued_bytes
-
     def close(self) -> None:
         """End the workers; what still waits to be stored is stored first."""
         for jobs, _ in self._workers:
