@@ -26,6 +26,7 @@ BENCHES = {
     "decode": ("kvreuse.ops.bench.decode", "one decode step on a shared prefix and on private copies"),
     "precision": ("kvreuse.ops.bench.precision", "what each stored form of KV costs in bytes and in answers"),
     "growth": ("kvreuse.ops.bench.growth", "a decode step as sequences, prefixes, nodes and templates grow"),
+    "http": ("kvreuse.ops.bench.sweep", "a server or a SageMaker endpoint under load, by concurrency"),
     "restart": ("kvreuse.ops.bench.restart", "first requests after a kill and on a new instance"),
     "policy": ("kvreuse.ops.bench.policy", "what eviction keeps of a trace of prompts, without a model"),
     "store": ("kvreuse.ops.bench.store", "what the prefix cache costs per block as it grows, without a model"),

@@ -1,6 +1,6 @@
 """`kvreuse bench growth`: what a decode step costs as there is more of one thing, the rest staying as it is.
 
-Drives the runner and the cache of a real engine by hand. What KV holds does not matter for its cost, so prefixes are not
+Drives the runner and the cache of a real engine by hand. What KV holds does not change its cost, so prefixes are not
 computed: their slots get random numbers. Knows steps and sizes. Knows nothing of HTTP.
 """
 

@@ -18,11 +18,15 @@ from urllib.parse import urlsplit
 
 from kvreuse.errors import ConfigError, KVReuseError
 
-__all__ = ["Ask", "Client", "LoadError", "Reply"]
+__all__ = ["Ask", "BusyError", "Client", "LoadError", "Reply", "body_of", "raise_error_event", "reply_of"]
 
 
 class LoadError(KVReuseError):
     """The server did not answer as it should, so there is nothing to measure."""
+
+
+class BusyError(LoadError):
+    """503: the server takes no more requests now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,27 +86,16 @@ class Client:
 
     def ask(self, ask: Ask) -> Reply:
         """Send and wait. Raises LoadError."""
-        body = {
-            "inputs": ask.text,
-            "stream": ask.is_stream,
-            "parameters": {
-                "max_new_tokens": ask.max_new_tokens,
-                "do_sample": False,
-                "ignore_eos": True,
-                "details": True,
-                "kv_cache_reuse": ask.reuse,
-            },
-        }
         started_at = time.perf_counter()
         answer: Any = None
         ttft_ms = None
-        with self._response("POST", "/invocations", body=body) as response:
+        with self._response("POST", "/invocations", body=body_of(ask)) as response:
             if not ask.is_stream:
                 answer = json.loads(response.read())[0]
             for event in _events(response) if ask.is_stream else ():
                 ttft_ms = ttft_ms or _ms_since(started_at)
                 answer = event
-        return _reply(answer, ttft_ms=ttft_ms, total_ms=_ms_since(started_at))
+        return reply_of(answer, ttft_ms=ttft_ms, total_ms=_ms_since(started_at))
 
     def ask_all(self, asks: Sequence[Ask], *, on_reply: Callable[[], None]) -> list[Reply]:
         """All at once, replies in the order of `asks`. Raises the first LoadError."""
@@ -127,7 +120,8 @@ class Client:
                 connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
                 with connection.getresponse() as response:
                     if check and response.status != 200:
-                        raise LoadError(f"{method} {path} answered {response.status}: {_message(response.read())}")
+                        kind = BusyError if response.status == 503 else LoadError
+                        raise kind(f"{method} {path} answered {response.status}: {_message(response.read())}")
                     yield response
         except (OSError, HTTPException, ValueError) as error:
             raise LoadError(f"{method} {path} of {self.url} failed: {error or type(error).__name__}") from error
@@ -149,18 +143,39 @@ class Client:
                 open_socket.shutdown(socket.SHUT_RDWR)
 
 
+def body_of(ask: Ask) -> dict[str, Any]:
+    """What /invocations is sent."""
+    return {
+        "inputs": ask.text,
+        "stream": ask.is_stream,
+        "parameters": {
+            "max_new_tokens": ask.max_new_tokens,
+            "do_sample": False,
+            "ignore_eos": True,
+            "details": True,
+            "kv_cache_reuse": ask.reuse,
+        },
+    }
+
+
+def raise_error_event(event: Any) -> None:
+    """Raises LoadError when the event of a stream is an error."""
+    if "error" in event:
+        raise LoadError(f"a stream ended in an error: {event['error']['message']}")
+
+
 def _events(response: HTTPResponse) -> Iterator[Any]:
     """The data of a stream of server-sent events. Raises LoadError at an error event."""
     for raw in response:
         line = raw.decode().rstrip("\n")
         if line.startswith("data: "):
             event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise LoadError(f"a stream ended in an error: {event['error']['message']}")
+            raise_error_event(event)
             yield event
 
 
-def _reply(answer: Any, *, ttft_ms: float | None, total_ms: float) -> Reply:
+def reply_of(answer: Any, *, ttft_ms: float | None, total_ms: float) -> Reply:
+    """From an answer, or from the last event of a stream. Raises LoadError when it lacks its details."""
     try:
         details = answer["details"]
         return Reply(
