@@ -14,9 +14,10 @@ from contextlib import aclosing
 from djl_python import Input, Output
 from djl_python.async_utils import create_non_stream_output, create_stream_chunk_output
 
-from kvreuse.errors import EngineDeadError, KVReuseError, RequestError
-from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
+from kvreuse.errors import EngineDeadError, KVReuseError
+from kvreuse.server.answer import STREAM_TYPE, Answer
 from kvreuse.server.handler import model_fn
+from kvreuse.server.service import check_json
 
 _GRACE_S = 1.0
 
@@ -27,7 +28,7 @@ async def handle(inputs: Input) -> Output | AsyncIterator[Output] | None:
     if inputs.is_empty():
         return None
     try:
-        _check_type(inputs)
+        check_json(inputs.get_property("Content-Type"))
         # Tokenizing a long prompt takes a while, and the loop serves everybody.
         answer = await asyncio.to_thread(
             service.answer,
@@ -35,7 +36,7 @@ async def handle(inputs: Input) -> Output | AsyncIterator[Output] | None:
             wants_stream=STREAM_TYPE in _accepted(inputs),
             headers=inputs.get_properties(),
         )
-        if answer.is_stream:
+        if answer.call.is_stream:
             return _stream(answer)
         body = await answer.wait()
     except KVReuseError as error:
@@ -75,9 +76,3 @@ def _end_if_dead(error: KVReuseError) -> None:
 def _accepted(inputs: Input) -> str:
     """On a stream call SageMaker moves Accept to a header of its own."""
     return inputs.get_property("X-Amzn-SageMaker-Accept") or inputs.get_property("Accept") or ""
-
-
-def _check_type(inputs: Input) -> None:
-    given = (inputs.get_property("Content-Type") or JSON_TYPE).split(";")[0].strip().lower()
-    if given != JSON_TYPE:
-        raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)

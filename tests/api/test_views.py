@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvreuse.api.call import Meta, View
-from kvreuse.api.openai_view import OpenAIView
-from kvreuse.api.sagemaker_view import SageMakerView
+from kvreuse.api.views import OpenAIView, SageMakerView
 from kvreuse.errors import KVReuseError, OverloadedError
 from kvreuse.types import CacheFacts, Completion, Delta, Done, FinishReason, TokenLogprob
 

@@ -11,6 +11,7 @@ import pytest
 from fakes import FakePins, expected_text
 from server.conftest import MakeSite, Site
 
+from kvreuse.config import Config
 from kvreuse.errors import RequestError
 from kvreuse.server.callers import Caller
 from kvreuse.server.sessions import NEW_SESSION, Sessions
@@ -135,7 +136,7 @@ def test_the_openai_routes_know_sessions_too(site: Site) -> None:
 def test_an_expired_session_is_an_error_and_its_pin_is_gone() -> None:
     now = [1000.0]
     pins = FakePins()
-    sessions = Sessions(pins, ttl_s=60, max_sessions=2, clock=lambda: now[0])  # type: ignore[arg-type]
+    sessions = Sessions(pins, Config(session_ttl_s=60), clock=lambda: now[0])  # type: ignore[arg-type]
     end = sessions.turn(Caller(session_id="NEW_SESSION"), [], body={}, is_stream=False)
     session_id = end([])[NEW_SESSION].partition(";")[0]
     caller = Caller(session_id=session_id)

@@ -6,6 +6,7 @@ Knows results and CacheFacts. Knows nothing of schemas or HTTP beyond what a hea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from kvreuse.api.call import Result
 from kvreuse.errors import KVReuseError
@@ -76,16 +77,8 @@ def usage(results: Sequence[Result]) -> dict[str, object]:
 
 def kv_cache(facts: CacheFacts) -> dict[str, object]:
     """The facts under their own names; `miss_reason` and `diverged_at` are null where they do not apply."""
-    return {
-        "cached_tokens": facts.cached_tokens,
-        "prompt_tokens": facts.prompt_tokens,
-        "tier": facts.tier.value,
-        "miss_reason": facts.miss_reason.value if facts.miss_reason else None,
-        "diverged_at": facts.diverged_at,
-        "lookup_ms": round(facts.lookup_ms, 3),
-        "queue_ms": round(facts.queue_ms, 3),
-        "ttft_ms": round(facts.ttft_ms, 3),
-    }
+    named = {"cached_tokens": facts.cached_tokens, **asdict(facts)}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in named.items()}
 
 
 def custom_attributes(request_id: str, facts: CacheFacts | None) -> str:

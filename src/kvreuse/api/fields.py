@@ -107,11 +107,8 @@ class Fields:
 
     def integer(self, name: str, *, default: D, low: int, high: int) -> int | D:
         """JSON knows one kind of number, and some clients write 64.0."""
-
-        def is_sound(value: object) -> bool:
-            return is_number(value) and low <= value <= high and value == int(value)
-
-        value = self.read(name, default, is_sound, f"an integer from {low} to {high}")
+        allowed = f"an integer from {low} to {high}"
+        value = self.read(name, default, lambda v: is_number(v) and low <= v <= high and v == int(v), allowed)
         return int(value) if isinstance(value, float) else value
 
     def number(self, name: str, *, default: D, low: float, high: float, above_low: bool = False) -> float | D:
@@ -149,7 +146,7 @@ class Fields:
         def is_sound(value: object) -> bool:
             return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
-        return tuple(self.read(name, (), is_sound, "an array of objects"))
+        return list(self.read(name, [], is_sound, "an array of objects"))
 
     def mapping(self, name: str) -> Mapping[str, object]:
         return dict(self.read(name, {}, lambda value: isinstance(value, dict), "an object"))

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 from kvreuse.api.call import Call, Chat, Prompt, Rules
 from kvreuse.api.fields import Fields, check_text, is_token_ids
-from kvreuse.api.openai_view import OpenAIView
 from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
+from kvreuse.api.views import OpenAIView
 from kvreuse.errors import RequestError
-from kvreuse.types import SamplingParams
 
 __all__ = ["CHAT", "COMPLETION", "IGNORED", "parse_chat", "parse_completion", "read_messages"]
 
@@ -44,14 +43,14 @@ def parse_chat(body: Mapping[str, object], *, rules: Rules = _RULES, wants_strea
         variables={**rules.template_variables, **variables} or None,
     )
     num_top = fields.integer("top_logprobs", default=0, low=0, high=20)
-    wants_logprobs = fields.flag("logprobs", default=False)
-    if num_top and not wants_logprobs:
+    logprobs = num_top if fields.flag("logprobs", default=False) else None
+    if num_top and logprobs is None:
         raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
     max_tokens = fields.integer("max_tokens", default=MAX_TOKENS, low=1, high=MAX_TOKENS)
     max_tokens = fields.integer("max_completion_tokens", default=max_tokens, low=1, high=MAX_TOKENS)
     return Call(
         prompts=(chat,),
-        sampling=_sampling(fields, rules, max_new_tokens=max_tokens, logprobs=num_top if wants_logprobs else None),
+        sampling=read_sampling(fields, rules, max_new_tokens=max_tokens, logprobs=logprobs),
         view=OpenAIView(is_chat=True, includes_usage=_includes_usage(fields)),
         is_stream=fields.flag("stream", default=wants_stream),
         reuse=fields.flag("kv_cache_reuse", default=True),
@@ -66,7 +65,7 @@ def parse_completion(body: Mapping[str, object], *, rules: Rules = _RULES, wants
     fields.refuse_unknown((*COMPLETION, *IGNORED))
     max_tokens = fields.integer("max_tokens", default=16, low=1, high=MAX_TOKENS)
     logprobs = fields.integer("logprobs", default=None, low=0, high=20)
-    sampling = _sampling(fields, rules, max_new_tokens=max_tokens, logprobs=logprobs)
+    sampling = read_sampling(fields, rules, max_new_tokens=max_tokens, logprobs=logprobs)
     if fields.integer("best_of", default=sampling.n, low=1, high=rules.max_n) != sampling.n:
         raise RequestError("best_of must equal n", param="best_of")
     for name in ("echo", "suffix"):
@@ -80,12 +79,6 @@ def parse_completion(body: Mapping[str, object], *, rules: Rules = _RULES, wants
         reuse=fields.flag("kv_cache_reuse", default=True),
         is_length_open=body.get("max_tokens") is None,
         json_schema=_json_schema(fields),
-    )
-
-
-def _sampling(fields: Fields, rules: Rules, *, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
-    return read_sampling(
-        fields, max_new_tokens=max_new_tokens, max_temperature=2.0, max_n=rules.max_n, logprobs=logprobs
     )
 
 

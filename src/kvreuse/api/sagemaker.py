@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from kvreuse.api.call import Call, Prompt, Rules
 from kvreuse.api.fields import Fields, check_text
-from kvreuse.api.sagemaker_view import SageMakerView
 from kvreuse.api.sampling import MAX_TOKENS, SAMPLING_NAMES, read_sampling
 from kvreuse.api.templates import fill
+from kvreuse.api.views import SageMakerView
 from kvreuse.errors import RequestError
 from kvreuse.types import SamplingParams
 
@@ -35,7 +35,7 @@ def parse(body: Mapping[str, object], *, rules: Rules = _RULES, wants_stream: bo
     top.refuse_unknown(TOP_LEVEL)
     fields = Fields(top.mapping("parameters"), where="parameters")
     fields.refuse_unknown(PARAMETERS)
-    sampling = _sampling(fields, max_n=rules.max_n)
+    sampling = _sampling(fields, rules)
     is_stream = top.flag("stream", default=fields.flag("stream", default=wants_stream))
     prompts = _prompts(top, rules)
     if is_stream and (len(prompts) > 1 or sampling.n > 1):
@@ -82,22 +82,20 @@ def _item(item: object, number: int, head: str) -> Prompt:
         return error
 
 
-def _sampling(fields: Fields, *, max_n: int) -> SamplingParams:
+def _sampling(fields: Fields, rules: Rules) -> SamplingParams:
     if fields.integer("num_beams", default=1, low=1, high=1_000) > 1:
         raise RequestError(
             "num_beams must be 1: beams reorder the KV at every step, which shared prefixes rule out; use n",
             param="parameters.num_beams",
         )
     is_sampled = fields.flag("do_sample", default=any(fields.values.get(name) is not None for name in _WARPERS))
+    max_new_tokens = fields.integer("max_new_tokens", default=256, low=1, high=MAX_TOKENS)
     sampling = read_sampling(
-        fields,
-        max_new_tokens=fields.integer("max_new_tokens", default=256, low=1, high=MAX_TOKENS),
-        max_temperature=100,
-        default_n=fields.integer("num_return_sequences", default=1, low=1, high=max_n),
-        max_n=max_n,
-        logprobs=_logprobs(fields),
+        fields, rules, max_new_tokens=max_new_tokens, logprobs=_logprobs(fields), max_temperature=100
     )
-    return sampling if is_sampled else replace(sampling, temperature=0.0)
+    n = fields.integer("num_return_sequences", default=1, low=1, high=rules.max_n)
+    n = fields.integer("n", default=n, low=1, high=rules.max_n)
+    return replace(sampling, n=n, temperature=sampling.temperature if is_sampled else 0.0)
 
 
 def _logprobs(fields: Fields) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields as dataclass_fields
 
+from kvreuse.api.call import Rules
 from kvreuse.api.fields import Fields
 from kvreuse.types import SamplingParams
 
@@ -19,7 +20,7 @@ SAMPLING_NAMES = tuple(field.name for field in dataclass_fields(SamplingParams) 
 
 
 def read_sampling(
-    fields: Fields, *, max_new_tokens: int, max_temperature: float, default_n: int = 1, max_n: int, logprobs: int | None
+    fields: Fields, rules: Rules, *, max_new_tokens: int, logprobs: int | None, max_temperature: float = 2.0
 ) -> SamplingParams:
     """RequestError 400 names the field that is wrong and its range."""
     return SamplingParams(
@@ -38,7 +39,7 @@ def read_sampling(
         ignore_eos=fields.flag("ignore_eos", default=False),
         seed=fields.integer("seed", default=None, low=-(2**63), high=2**63 - 1),
         logprobs=logprobs,
-        n=fields.integer("n", default=default_n, low=1, high=max_n),
+        n=fields.integer("n", default=1, low=1, high=rules.max_n),
     )
 
 

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,39 +28,27 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream"
 
 
+@dataclass(kw_only=True, eq=False)
 class Answer:
     """Submitted when it is consumed, once. Leaving it early aborts what still runs.
 
+    items: a request per prompt, or why there is none. `on_end(answer, error)` is called once, with None when every
+    prompt has its result. join_key: calls that run at the same time and have the same one are one, except for None.
     headers: what the caller is told beside the body; complete when the answer has been consumed.
-    join_key: calls that run at the same time and have the same one are one; None is never one with another.
-    `on_end(answer, error)` is called once, with None when every prompt has its result.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        items: Sequence[Request | KVReuseError],
-        call: Call,
-        *,
-        meta: Meta,
-        timeout_s: float,
-        on_end: Callable[[Answer, KVReuseError | None], None],
-    ) -> None:
-        self._engine = engine
-        self._items = items
-        self._view = call.view
-        self.is_stream = call.is_stream
-        self.meta = meta
-        self.timeout_s = timeout_s
-        self._on_end = on_end
-        self._started_s = time.monotonic()
-        self._results: list[Result | None] = [None if isinstance(item, Request) else item for item in items]
-        self.headers = {CUSTOM_ATTRIBUTES: custom_attributes(meta.request_id, None)}
-        self.join_key: Hashable = None
+    engine: Engine
+    items: Sequence[Request | KVReuseError]
+    call: Call
+    meta: Meta
+    timeout_s: float
+    on_end: Callable[[Answer, KVReuseError | None], None]
+    join_key: Hashable = None
 
-    @property
-    def content_type(self) -> str:
-        return STREAM_TYPE if self.is_stream else JSON_TYPE
+    def __post_init__(self) -> None:
+        self.headers = {CUSTOM_ATTRIBUTES: custom_attributes(self.meta.request_id, None)}
+        self._results: list[Result | None] = [None if isinstance(item, Request) else item for item in self.items]
+        self._started_s = time.monotonic()
 
     @property
     def duration_s(self) -> float:
@@ -76,7 +65,7 @@ class Answer:
         return self._results.count(None)
 
     def error_body(self, error: KVReuseError) -> bytes:
-        return _json(error_object(error, self.meta.request_id, is_openai=self._view.is_openai))
+        return _json(error_object(error, self.meta.request_id, is_openai=self.call.view.is_openai))
 
     def join(self) -> bytes:
         """Wait for the whole body on a thread that runs no event loop. A stream is joined: its events in one body."""
@@ -92,7 +81,7 @@ class Answer:
         inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
         def put(number: int, event: Event) -> None:
-            if self.is_stream or not isinstance(event, Delta):
+            if self.call.is_stream or not isinstance(event, Delta):
                 with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(inbox.put_nowait, (number, event))
 
@@ -104,10 +93,10 @@ class Answer:
                 if chunk := self._take(await self._batch(inbox)):
                     yield chunk
                 self._check()
-            if self.is_stream:
-                yield _lines(self._view.last(self.results, self.meta))
+            if self.call.is_stream:
+                yield _lines(self.call.view.last(self.results, self.meta))
             else:
-                yield _json(self._view.answer(self.results, self.meta))
+                yield _json(self.call.view.answer(self.results, self.meta))
         except KVReuseError as fault:
             error = fault
             raise
@@ -116,10 +105,10 @@ class Answer:
 
     def _submit(self, put: Callable[[int, Event], None]) -> None:
         """Hand everything to the engine. What is refused has its result now."""
-        for number, item in enumerate(self._items):
+        for number, item in enumerate(self.items):
             if isinstance(item, Request):
                 try:
-                    self._engine.submit(item, partial(put, number))
+                    self.engine.submit(item, partial(put, number))
                 except KVReuseError as error:
                     self._results[number] = error
 
@@ -139,7 +128,7 @@ class Answer:
         said: list[object] = []
         for number, event in batch:
             if isinstance(event, Delta):
-                said += self._view.delta(number, event, self.meta)
+                said += self.call.view.delta(number, event, self.meta)
             else:
                 self._results[number] = _result(event)
         return _lines(said)
@@ -147,15 +136,15 @@ class Answer:
     def _check(self) -> None:
         """Raise the first fault, if no prompt is left that could be answered: a stream has no place for a fault."""
         faults = [result for result in self._results if isinstance(result, KVReuseError)]
-        if faults and (self.is_stream or len(faults) == len(self._items)):
+        if faults and (self.call.is_stream or len(faults) == len(self.items)):
             raise faults[0]
 
     def _end(self, error: KVReuseError | None) -> None:
-        for item, result in zip(self._items, self._results, strict=True):
+        for item, result in zip(self.items, self._results, strict=True):
             if result is None and isinstance(item, Request):
-                self._engine.abort(item.request_id)
+                self.engine.abort(item.request_id)
         self.headers[CUSTOM_ATTRIBUTES] = custom_attributes(self.meta.request_id, total(self.results))
-        self._on_end(self, error)
+        self.on_end(self, error)
 
 
 def _result(event: Done | Failed) -> Result:

@@ -17,14 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from kvreuse.api.facts import error_object
-from kvreuse.api.openai_view import model_list
+from kvreuse.api.views import model_list
 from kvreuse.config import Config
-from kvreuse.errors import KVReuseError, RequestError
+from kvreuse.errors import RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.handler import Process
 from kvreuse.server.replies import Flights, error_response, fault_of, reply, user_reply
-from kvreuse.server.service import new_request_id
+from kvreuse.server.service import check_json, new_request_id
 from kvreuse.server.status import PAGE_HEADERS, Status
 from kvreuse.server.toolkit import RequestContext
 from kvreuse.telemetry.page import render
@@ -59,7 +58,7 @@ class _Routes:
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
-                response = _said(fault_of(error), path, request_id)
+                response = error_response(fault_of(error), request_id=request_id, is_openai=_is_openai(path))
             self._process.stats.record_response(route=path, status=response.status_code)
             return response
 
@@ -71,7 +70,7 @@ class _Routes:
         known = ", ".join(f"{method} {path}" for method, path in ROUTES)
         self._process.stats.record_response(route="other", status=status)
         fault = RequestError(f"no such route; there are: {known}", status=status)
-        return _said(fault, request.url.path, new_request_id())
+        return error_response(fault, request_id=new_request_id(), is_openai=_is_openai(request.url.path))
 
     async def ping(self, request: Request, request_id: str) -> Response:
         return Response(status_code=200 if self._process.is_able else 503)
@@ -106,8 +105,7 @@ class _Routes:
     async def openai(self, request: Request, request_id: str) -> Response:
         service = self._process.able_service()
         body = await self._read(request)
-        if request.headers.get("content-type", JSON_TYPE).split(";")[0].strip().lower() != JSON_TYPE:
-            raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)
+        check_json(request.headers.get("content-type"))
         answer = partial(
             service.answer,
             body,
@@ -178,9 +176,8 @@ def create_app(process: Process, config: Config) -> Starlette:
     return Starlette(routes=bound, exception_handlers={HTTPException: routes.no_route})
 
 
-def _said(error: KVReuseError, path: str, request_id: str) -> Response:
-    body = error_object(error, request_id, is_openai=path.startswith("/v1/"))
-    return error_response(error, body, request_id=request_id)
+def _is_openai(path: str) -> bool:
+    return path.startswith("/v1/")
 
 
 def _is_quick(body: bytes) -> bool:

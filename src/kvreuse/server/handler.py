@@ -21,7 +21,7 @@ from kvreuse.api.templates import load_templates
 from kvreuse.config import DEFAULT_MODEL_DIR, Config, load_config
 from kvreuse.errors import EngineDeadError, KVReuseError, OverloadedError, RequestError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE
-from kvreuse.server.service import Service, new_request_id
+from kvreuse.server.service import Service, check_json, new_request_id
 from kvreuse.telemetry.observing import make_request_log
 from kvreuse.telemetry.stats import Stats
 
@@ -104,8 +104,7 @@ def transform_fn(model: Service, data: Any, content_type: str, accept: str, cont
     is_ours = context is not None and context.system_properties.get("server_name") == SERVER_NAME
     request_id = context.get_request_id(0) if context is not None else new_request_id()
     try:
-        if (content_type or JSON_TYPE).split(";")[0].strip().lower() != JSON_TYPE:
-            raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)
+        check_json(content_type)
         wants_stream = STREAM_TYPE in (accept or "")
         answer = model.answer(data, request_id=request_id, wants_stream=wants_stream, headers=headers_of(context))
         if is_ours:
@@ -113,7 +112,7 @@ def transform_fn(model: Service, data: Any, content_type: str, accept: str, cont
         body = answer.join()
         for name, value in answer.headers.items() if context is not None else ():
             context.set_response_header(0, name, value)
-        return body, answer.content_type
+        return body, STREAM_TYPE if answer.call.is_stream else JSON_TYPE
     except KVReuseError as error:
         if context is None or is_ours:
             raise

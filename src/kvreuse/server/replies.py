@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Send
 
-from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes
+from kvreuse.api.facts import CUSTOM_ATTRIBUTES, custom_attributes, error_object
 from kvreuse.errors import InternalError, KVReuseError, OverloadedError
 from kvreuse.server.answer import JSON_TYPE, STREAM_TYPE, Answer
 from kvreuse.server.toolkit import RequestContext
@@ -31,12 +31,13 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def error_response(error: KVReuseError, body: object, *, request_id: str) -> Response:
-    """Status and headers of `error`, with `body` as JSON."""
+def error_response(error: KVReuseError, *, request_id: str, is_openai: bool) -> Response:
+    """Status, headers and body of `error`."""
     headers = {CUSTOM_ATTRIBUTES: custom_attributes(request_id, None), _REQUEST_ID: request_id}
     if isinstance(error, OverloadedError):
         headers["Retry-After"] = str(error.retry_after_s)
-    return Response(json.dumps(body), status_code=error.status, headers=headers, media_type=JSON_TYPE)
+    body = json.dumps(error_object(error, request_id, is_openai=is_openai))
+    return Response(body, status_code=error.status, headers=headers, media_type=JSON_TYPE)
 
 
 def fault_of(error: Exception) -> KVReuseError:
@@ -58,7 +59,7 @@ async def reply(answer: Answer, receive: Receive, *, flights: Flights, headers: 
 
     Raises KVReuseError, and ClientDisconnect when the caller left (what ran is aborted then).
     """
-    if answer.is_stream:
+    if answer.call.is_stream:
         chunks = answer.stream()
         first = await _until_disconnect(anext(chunks), receive)
         named = {**headers, **answer.headers, _REQUEST_ID: answer.meta.request_id}

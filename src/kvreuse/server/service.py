@@ -18,11 +18,11 @@ from kvreuse.api import openai, sagemaker
 from kvreuse.api.call import Call, Chat, Meta, Prompt, Rules, Template
 from kvreuse.api.facts import completions, kv_cache, total
 from kvreuse.api.fields import parse_object
-from kvreuse.api.sagemaker_view import SageMakerView
 from kvreuse.api.templates import samples
+from kvreuse.api.views import SageMakerView
 from kvreuse.config import Config
 from kvreuse.errors import KVReuseError, RequestError
-from kvreuse.server.answer import Answer
+from kvreuse.server.answer import JSON_TYPE, Answer
 from kvreuse.server.callers import Caller, caller_of
 from kvreuse.server.sessions import CLOSE, OPEN, Sessions
 from kvreuse.server.warmup import WarmUp
@@ -33,7 +33,7 @@ from kvreuse.types import Done, Request, SamplingParams
 if TYPE_CHECKING:
     from kvreuse.engine.engine import Engine
 
-__all__ = ["Service", "new_request_id"]
+__all__ = ["Service", "check_json", "new_request_id"]
 
 _PARSERS = {
     "messages": openai.parse_chat,
@@ -50,6 +50,12 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
+def check_json(content_type: str | None) -> None:
+    """RequestError 415 for anything but JSON; a body without a type is taken for it."""
+    if (content_type or JSON_TYPE).split(";")[0].strip().lower() != JSON_TYPE:
+        raise RequestError(f"the content type must be {JSON_TYPE}", param="Content-Type", status=415)
+
+
 class Service:
     """The engine as callers see it. Thread-safe.
 
@@ -64,7 +70,7 @@ class Service:
         self._stats = stats
         self._log = log
         self._rules = Rules(max_n=config.max_n, template_variables=config.template_variables or {}, templates=templates)
-        self._sessions = Sessions(engine.pins, ttl_s=config.session_ttl_s, max_sessions=config.max_sessions)
+        self._sessions = Sessions(engine.pins, config)
         self.prefixes: dict[str, tuple[int, ...]] = {}
         for name in templates:
             with suppress(RequestError):  # some values are not for every template to take
@@ -109,7 +115,7 @@ class Service:
         token_text = engine.tokenizer.token_text
         meta = Meta(request_id=request_id, model=engine.model_name, created=int(time.time()), token_text=token_text)
         timeout_s = config.stream_timeout_s if call.is_stream else config.request_timeout_s
-        answer = Answer(engine, items, call, meta=meta, timeout_s=timeout_s, on_end=end)
+        answer = Answer(engine=engine, items=items, call=call, meta=meta, timeout_s=timeout_s, on_end=end)
         if caller.inference_id and not caller.session_id and not call.is_stream:
             answer.join_key = (caller.scope, caller.inference_id, schema, repr(body))
         return answer
@@ -153,16 +159,13 @@ class Service:
         return Request(request_id=request_id, token_ids=token_ids, sampling=sampling, reuse=call.reuse)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        tokenizer = self.engine.tokenizer
-        match prompt:
-            case RequestError():
-                raise prompt
-            case str():
-                return tokenizer.encode(prompt)
-            case Chat():
-                return tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
-            case _:
-                return prompt
+        if isinstance(prompt, RequestError):
+            raise prompt
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt)
+        if isinstance(prompt, Chat):
+            return self.engine.tokenizer.encode_chat(prompt.messages, tools=prompt.tools, variables=prompt.variables)
+        return prompt
 
     def _count(self, answer: Answer, error: KVReuseError | None) -> None:
         for result in answer.results:
@@ -191,7 +194,7 @@ def _ending(answer: Answer, error: KVReuseError | None) -> dict[str, object]:
     return {
         "status": error.status if error else 499 if answer.num_left else 200,
         "error": error.type if error else _LEFT if answer.num_left else None,
-        "stream": answer.is_stream,
+        "stream": answer.call.is_stream,
         "num_failed": answer.num_left + sum(isinstance(result, KVReuseError) for result in results),
         "finish_reasons": [completion.finish_reason.value for completion in ended],
         "completion_tokens": sum(len(completion.token_ids) for completion in ended),

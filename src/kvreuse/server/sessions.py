@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from kvreuse.api.call import Result
+from kvreuse.config import Config
 from kvreuse.errors import KVReuseError, OverloadedError, RequestError
 from kvreuse.server.callers import SESSION_ID, Caller
 from kvreuse.types import Done, Request, Scope
@@ -48,10 +49,9 @@ class _Session:
 class Sessions:
     """Thread-safe. What has expired is closed at the next call."""
 
-    def __init__(self, pins: Pins, *, ttl_s: float, max_sessions: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, pins: Pins, config: Config, *, clock: Callable[[], float] = time.time) -> None:
         self._pins = pins
-        self._ttl_s = ttl_s
-        self._max_sessions = max_sessions
+        self._config = config
         self._clock = clock
         self._lock = threading.RLock()
         self._sessions: dict[str, _Session] = {}
@@ -90,9 +90,9 @@ class Sessions:
 
     def _open(self, scope: Scope) -> _Session:
         with self._lock:
-            if len(self._sessions) >= self._max_sessions:
+            if len(self._sessions) >= self._config.max_sessions:
                 raise OverloadedError(f"{len(self._sessions)} sessions are open, no more are taken")
-            session = _Session(uuid.uuid4().hex, scope, self._clock() + self._ttl_s)
+            session = _Session(uuid.uuid4().hex, scope, self._clock() + self._config.session_ttl_s)
             self._sessions[session.session_id] = session
             return session
 
