@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BufferedIOBase
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 from kvreuse.kv.tiers.entry import BadEntry, Block, read_block
 from kvreuse.types import Tier
 
-__all__ = ["LOADS_AT_ONCE", "Exchanges", "OnEvict", "StorageTier", "TierUsage"]
+__all__ = ["LOADS_AT_ONCE", "Exchanges", "OnEvict", "StorageTier", "TierOptions", "TierUsage"]
 
 log = logging.getLogger("kvreuse.tiers")
 
@@ -48,11 +48,17 @@ class TierUsage:
     num_errors: int = 0
 
 
-class StorageTier(ABC):
-    """Thread-safe. `max_bytes` bounds what is stored and what is being written, overhead of entries included.
+class TierOptions(TypedDict):
+    """What every tier takes. max_bytes: see StorageTier. namespace: 32 hex digits, the identity of the KV; none where
+    nothing leaves the process."""
 
-    namespace: 32 hex digits, the identity of the KV; empty where nothing leaves the process.
-    """
+    max_bytes: int
+    namespace: NotRequired[str]
+    clock: NotRequired[Callable[[], float]]
+
+
+class StorageTier(ABC):
+    """Thread-safe. `max_bytes` bounds what is stored and what is being written, overhead of entries included."""
 
     tier: Tier
     faults: tuple[type[Exception], ...] = (OSError,)  # what the storage raises when it fails

@@ -11,13 +11,12 @@ the subclass's: four small hooks that may raise one of `faults`.
 from __future__ import annotations
 
 import threading
-import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
-from kvreuse.kv.tiers.base import OnEvict, StorageTier
+from kvreuse.kv.tiers.base import OnEvict, StorageTier, TierOptions
 from kvreuse.kv.tiers.entry import Block
 
 __all__ = ["BookedTier", "Entry"]
@@ -33,8 +32,8 @@ class Entry(NamedTuple):
 class BookedTier(StorageTier):
     """See the module."""
 
-    def __init__(self, *, max_bytes: int, namespace: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
+    def __init__(self, **options: Unpack[TierOptions]) -> None:
+        super().__init__(**options)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._hidden: dict[bytes, Entry] = {}  # being written, being removed, or not to be removed so far
         self._changing = threading.RLock()  # taken before _lock

@@ -11,11 +11,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import Unpack
 
+from kvreuse.kv.tiers.base import TierOptions
 from kvreuse.kv.tiers.booked import BookedTier, Entry
 from kvreuse.kv.tiers.entry import BadEntry, Block, header_of, read_header, view_of
 from kvreuse.types import Tier
@@ -29,14 +30,12 @@ _NAMES = "[0-9a-f]" * 32 + "/" + "[0-9a-f]" * 2 + "/" + "[0-9a-f]" * 32
 
 
 class DiskTier(BookedTier):
-    """namespace: 32 hex digits, the identity of the KV. Opens at once; a fault then is one like any other."""
+    """Opens at once; a fault then is one like any other."""
 
     tier = Tier.DISK
 
-    def __init__(
-        self, folder: Path, *, namespace: str, max_bytes: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
+    def __init__(self, folder: Path, **options: Unpack[TierOptions]) -> None:
+        super().__init__(**options)
         self._folder = folder
         self._lock_file: FileIO | None = None
         self.open()

@@ -7,10 +7,8 @@ What is there is only known by asking, so `find` says "may be". Knows one server
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from io import BytesIO
-from typing import Any
+from typing import Any, Unpack
 
 from valkey import Valkey
 from valkey.backoff import NoBackoff
@@ -18,7 +16,7 @@ from valkey.exceptions import ConnectionError as ValkeyConnectionError
 from valkey.exceptions import ValkeyError
 from valkey.retry import Retry
 
-from kvreuse.kv.tiers.base import Exchanges, OnEvict, StorageTier
+from kvreuse.kv.tiers.base import Exchanges, OnEvict, StorageTier, TierOptions
 from kvreuse.kv.tiers.entry import Block, header_of, view_of
 from kvreuse.types import Tier
 
@@ -93,17 +91,9 @@ class RedisTier(StorageTier):
     is_shared = True
     faults = (OSError, ValkeyError, ValueError)  # the last where what answers speaks another language
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        namespace: str,
-        max_bytes: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str, *, timeout_s: float, **options: Unpack[TierOptions]) -> None:
         """Raises ValueError for a URL that is none."""
-        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
+        super().__init__(**options)
         scheme, _, rest = url.partition("://")
         self._client: Any = Valkey.from_url(  # half typed, and for asyncio too
             f"{SCHEMES[scheme]}://{rest}",
@@ -115,7 +105,7 @@ class RedisTier(StorageTier):
         )
         self._exchanges = Exchanges(timeout_s)
         self._map = self._exchanges.map
-        self._prefix = f"kvreuse:{{{namespace}}}:"  # in braces: all in one slot of a cluster
+        self._prefix = f"kvreuse:{{{self._namespace.hex()}}}:"  # in braces: all in one slot of a cluster
         self._keys = [self._prefix + name for name in ("used", "entries", "tenants", "sums")]
         scripts = [self._client.register_script(_FORGET + script) for script in (_PUT, _USE, _DROP)]
         self._put, self._use, self._drop = scripts

@@ -7,11 +7,9 @@ start and own writes. Knows one bucket. Knows nothing of what blocks mean.
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from typing import Any
+from typing import Any, Unpack
 
 import boto3
 from botocore.config import Config as ClientConfig
@@ -19,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from kvreuse.errors import ConfigError
-from kvreuse.kv.tiers.base import LOADS_AT_ONCE, Exchanges
+from kvreuse.kv.tiers.base import LOADS_AT_ONCE, Exchanges, TierOptions
 from kvreuse.kv.tiers.booked import BookedTier, Entry
 from kvreuse.kv.tiers.entry import MAX_HEADER_BYTES, Block, header_of, read_header, view_of
 from kvreuse.types import Tier
@@ -36,19 +34,10 @@ class S3Tier(BookedTier):
     faults = (OSError, BotoCoreError, ClientError, HTTPError)
     is_shared = True
 
-    def __init__(
-        self,
-        bucket: str,
-        *,
-        prefix: str,
-        namespace: str,
-        max_bytes: int,
-        timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(max_bytes=max_bytes, namespace=namespace, clock=clock)
-        self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/{namespace}/".lstrip("/")
-        options = ClientConfig(
+    def __init__(self, bucket: str, *, prefix: str, timeout_s: float, **options: Unpack[TierOptions]) -> None:
+        super().__init__(**options)
+        self._bucket, self._prefix = bucket, f"{prefix.strip('/')}/{self._namespace.hex()}/".lstrip("/")
+        config = ClientConfig(
             connect_timeout=timeout_s,
             read_timeout=timeout_s,
             retries={"total_max_attempts": 1},
@@ -57,7 +46,7 @@ class S3Tier(BookedTier):
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        self._client: Any = boto3.client("s3", config=options)
+        self._client: Any = boto3.client("s3", config=config)
         self._exchanges = Exchanges(timeout_s)
         self._map = self._exchanges.map
         self.open()
