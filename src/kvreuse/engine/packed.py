@@ -50,9 +50,8 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def _can_pack(weight: Tensor) -> bool:
-    has_operator = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not has_operator or weight.device.type != "cpu":
+    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if weight.dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype is torch.float32

@@ -28,9 +28,13 @@ MAX_TAIL, MIN_TAILS = 192, 4
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A call with what does not depend on the layer's values: where its keys are and its mask."""
+    """A call with what does not depend on the layer's values: where its keys are and its mask.
+
+    is_first: no call before it has any of its rows.
+    """
 
     rows: slice
+    is_first: bool
     keys: tuple[int, int] | Tensor  # a view when the run is one piece, else the slots to gather
     is_causal: bool
     mask: Tensor | None
@@ -38,20 +42,17 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Tails:
-    """n rows that see up to `longest` slots each: slots (n x longest,), padded; mask (n, 1, 1, longest), additive."""
+    """n rows, each the last of its sequence, that see up to `longest` slots each.
+
+    slots: (n x longest,), padded. mask: (n, 1, 1, longest), additive.
+    """
 
     rows: slice | Tensor
     slots: Tensor
     mask: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """`first` and `tails` cover every row once; `more` is merged into them."""
-
-    first: tuple[_Prepared, ...]
-    tails: _Tails | None
-    more: tuple[_Prepared, ...]
+_Plan = tuple[tuple[_Prepared, ...], _Tails | None]
 
 
 class CPUBackend:
@@ -67,21 +68,16 @@ class CPUBackend:
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:
         """query (1, query_heads, T, head_dim) -> output (1, T, query_heads, head_dim)."""
         spec = step.pool.layout.layers[layer]
-        plan = _prepare(step, spec.window, spec.dtype)
+        calls, tails = _prepare(step, spec.window, spec.dtype)
         _, num_heads, num_rows, head_dim = query.shape
         grouped = query.to(spec.dtype).view(spec.num_kv_heads, num_heads // spec.num_kv_heads, num_rows, head_dim)
         slabs = step.pool.heads[layer]
-        is_merged = bool(plan.more) or sinks is not None
-        out = torch.empty_like(grouped, dtype=torch.float32 if is_merged else spec.dtype)
-        lse = torch.empty(grouped.shape[:3])
-        if plan.tails is not None:
-            rows = plan.tails.rows
-            part, lse[:, :, rows] = _tails(grouped[:, :, rows], slabs, plan.tails, scaling)
-            out[:, :, rows] = part.to(out.dtype)
-        for call in plan.first:
-            out[:, :, call.rows], lse[:, :, call.rows] = _call(grouped, slabs, call, scaling)
-        for call in plan.more:
-            _merge(out[:, :, call.rows], lse[:, :, call.rows], *_call(grouped, slabs, call, scaling))
+        out = torch.zeros_like(grouped, dtype=torch.float32)
+        lse = torch.full(grouped.shape[:3], float("-inf"))
+        for call in calls:
+            _merge(out, lse, call.rows, _call(grouped, slabs, call, scaling), is_first=call.is_first)
+        if tails is not None:
+            _merge(out, lse, tails.rows, _tails(grouped, slabs, tails, scaling), is_first=not calls)
         if sinks is not None:
             # A sink is one more key whose value is zero.
             out *= torch.sigmoid(lse - sinks.float().view(spec.num_kv_heads, -1, 1)).unsqueeze(-1)
@@ -102,39 +98,50 @@ def _call(grouped: Tensor, slabs: tuple[Tensor, Tensor], call: _Prepared, scalin
     return out.view(num_kv_heads, group, num_rows, head_dim), lse.view(num_kv_heads, group, num_rows)
 
 
-def _tails(rows: Tensor, slabs: tuple[Tensor, Tensor], tails: _Tails, scaling: float) -> tuple[Tensor, Tensor]:
-    """rows (kv_heads, group, n, head_dim) -> output of the same shape and lse without head_dim."""
-    num_kv_heads, _, num_tails, head_dim = rows.shape
+def _tails(grouped: Tensor, slabs: tuple[Tensor, Tensor], tails: _Tails, scaling: float) -> tuple[Tensor, Tensor]:
+    """As `_call`, for the rows of `tails`."""
+    rows = grouped[:, :, tails.rows].permute(2, 0, 1, 3)
+    num_tails, num_kv_heads, _, head_dim = rows.shape
     keys, values = (
         slab.index_select(2, tails.slots).view(num_kv_heads, num_tails, -1, head_dim).transpose(0, 1) for slab in slabs
     )
-    out, lse = _flash(rows.permute(2, 0, 1, 3), keys, values, 0.0, False, attn_mask=tails.mask, scale=scaling)
+    out, lse = _flash(rows, keys, values, 0.0, False, attn_mask=tails.mask, scale=scaling)
     return out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Fold a second partial attention of the same rows into `out` (float32) and `lse`, in place."""
-    # With w the share of the other: out + w (other - out), and lse grows by -log(1 - w).
-    share = torch.sigmoid(other_lse - lse)
-    out.lerp_(other.float(), share.unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, other_lse))
+def _merge(
+    out: Tensor, lse: Tensor, rows: slice | Tensor, part: tuple[Tensor, Tensor], *, is_first: bool = False
+) -> None:
+    """Fold a partial attention (output, lse) of some rows into `out` (float32) and `lse`, in place."""
+    part_out, part_lse = part
+    if is_first:
+        out[:, :, rows], lse[:, :, rows] = part_out.float(), part_lse
+        return
+    # With w the share of the new part: out + w (part - out), and the lse is that of both.
+    so_far, so_far_lse = out[:, :, rows], lse[:, :, rows]
+    share = torch.sigmoid(part_lse - so_far_lse).unsqueeze(-1)
+    so_far.lerp_(part_out.float(), share)
+    torch.logaddexp(so_far_lse, part_lse, out=so_far_lse)
+    if isinstance(rows, Tensor):  # then these are no views
+        out[:, :, rows], lse[:, :, rows] = so_far, so_far_lse
 
 
 def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> _Plan:
+    """The calls of these layers, all but the short tails; and the short tails."""
     key = (window, dtype)
     if key not in step.prepared:
         plan = step.plan(window)
         tails = [call for call in plan.first if _is_tail(call)]
-        first = plan.first
-        if len(tails) >= MIN_TAILS:
-            first = tuple(call for call in first if not _is_tail(call))
-        step.prepared[key] = _Plan(
-            tuple(_prepared(call, dtype) for call in first),
-            _gathered(tails, dtype) if len(tails) >= MIN_TAILS else None,
-            tuple(_prepared(call, dtype) for call in plan.more),
-        )
-    prepared: _Plan = step.prepared[key]
-    return prepared
+        calls = list(plan.more) + [call for call in plan.first if len(tails) < MIN_TAILS or not _is_tail(call)]
+        covered: set[int] = set()
+        prepared = []
+        for call in calls:
+            rows = range(call.first_row, call.first_row + call.num_rows)
+            prepared.append(_prepared(call, dtype, is_first=covered.isdisjoint(rows)))
+            covered.update(rows)
+        step.prepared[key] = tuple(prepared), _gathered(tails, dtype) if len(tails) >= MIN_TAILS else None
+    plan_of_layer: _Plan = step.prepared[key]
+    return plan_of_layer
 
 
 def _is_tail(call: Call) -> bool:
@@ -159,12 +166,12 @@ def _gathered(calls: Sequence[Call], dtype: torch.dtype) -> _Tails:
     )
 
 
-def _prepared(call: Call, dtype: torch.dtype) -> _Prepared:
+def _prepared(call: Call, dtype: torch.dtype, *, is_first: bool) -> _Prepared:
     rows = slice(call.first_row, call.first_row + call.num_rows)
     keys: tuple[int, int] | Tensor = call.runs[0]
     if len(call.runs) > 1:
         keys = torch.cat([torch.arange(slot, slot + length) for slot, length in call.runs])
-    return _Prepared(rows, keys, call.is_causal, None if call.window is None else _mask(call, dtype))
+    return _Prepared(rows, is_first, keys, call.is_causal, None if call.window is None else _mask(call, dtype))
 
 
 def _mask(call: Call, dtype: torch.dtype) -> Tensor:
