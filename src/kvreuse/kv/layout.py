@@ -71,7 +71,8 @@ def free_bytes(device: torch.device) -> int:
     """Memory that is free now on `device`; on the CPU what the system and its cgroup leave us."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = _meminfo_available()
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(facts["MemAvailable"].split()[0]) * 1024
     for limit_file, used_file in _CGROUP_FILES:
         try:
             limit, used = limit_file.read_text().strip(), int(used_file.read_text())
@@ -80,15 +81,6 @@ def free_bytes(device: torch.device) -> int:
         if limit.isdigit():
             available = min(available, max(int(limit) - used, 0))
     return available
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError(
-        "cannot tell the free memory: /proc/meminfo has no MemAvailable\nhint: set option.kv_cache_memory_bytes"
-    )
 
 
 def num_slots_for(layout: KVLayout, *, memory_ratio: float, memory_bytes: int | None, block_size: int) -> int:

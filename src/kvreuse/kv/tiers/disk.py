@@ -45,14 +45,27 @@ class DiskTier(BookedTier):
             self._lock_file.close()
 
     def _listed(self) -> dict[bytes, Entry]:
+        """As the headers tell; files that were never finished or make no sense are deleted."""
         self._hold_lock()
         for path in self._folder.glob(_NAMES + ".part"):
             path.unlink()
-        aged = [(self._key(path), path, path.stat()) for path in self._folder.glob(_NAMES)]
+        found = []
+        for path in self._folder.glob(_NAMES):
+            owner, name = bytes.fromhex(path.parts[-3]), bytes.fromhex(path.name)
+            try:
+                with path.open("rb") as file:
+                    header, stat = read_header(file, namespace=owner, key=name), os.fstat(file.fileno())
+                    if stat.st_size != file.tell() + header.num_payload_bytes:
+                        raise BadEntry("it is cut short or too long")
+            except (BadEntry, OSError):
+                self._count(num_corrupt=1)
+                path.unlink()
+                continue
+            is_own = owner == self._namespace
+            entry = Entry(_pages(stat.st_size), header.tenant)
+            found.append((is_own, stat.st_mtime_ns, name if is_own else owner + name, entry))
         # Those of other models first, then the least recently used.
-        aged.sort(key=lambda item: (len(item[0]) == _KEY_BYTES, item[2].st_mtime_ns))
-        entries = {key: self._adopted(path, stat.st_size) for key, path, stat in aged}
-        return {key: entry for key, entry in entries.items() if entry is not None}
+        return {key: entry for _, _, key, entry in sorted(found)}
 
     def _hold_lock(self) -> None:
         """Also after the folder was removed. Raises BlockingIOError when another process has it."""
@@ -70,30 +83,10 @@ class DiskTier(BookedTier):
             raise
         self._lock_file = lock_file
 
-    def _adopted(self, path: Path, num_bytes: int) -> Entry | None:
-        """The entry of a file as its header tells it; one that makes no sense is deleted."""
-        namespace, key = bytes.fromhex(path.parent.parent.name), bytes.fromhex(path.name)
-        try:
-            with path.open("rb") as file:
-                header = read_header(file, namespace=namespace, key=key)
-                if num_bytes != file.tell() + header.num_payload_bytes:
-                    raise BadEntry("it is cut short or too long")
-        except (BadEntry, OSError):
-            self._count(num_corrupt=1)
-            path.unlink()
-            return None
-        return Entry(_pages(num_bytes), header.tenant)
-
-    def _key(self, path: Path) -> bytes:
-        """Of an own entry its key, of one of another namespace its path."""
-        if path.parent.parent.name == self._namespace.hex():
-            return bytes.fromhex(path.name)
-        return str(path.relative_to(self._folder)).encode()
-
     def _path(self, key: bytes) -> Path:
-        if len(key) != _KEY_BYTES:
-            return self._folder / key.decode()
-        return self._folder / self._namespace.hex() / key.hex()[:2] / key.hex()
+        """Of an own entry by its key, of one of another namespace by that and its key."""
+        owner, name = (self._namespace + key)[-2 * _KEY_BYTES : -_KEY_BYTES].hex(), key[-_KEY_BYTES:].hex()
+        return self._folder / owner / name[:2] / name
 
     def _size(self, block: Block) -> int:
         return _pages(block.entry_bytes)
