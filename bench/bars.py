@@ -146,6 +146,13 @@ def _own_bars() -> Iterator[Bar]:
             limit=2.5,
             is_floor=True,
         )
+    yield Bar(
+        text="growth of a decode step where it is steepest, log against log",
+        value=_figure("growth", lambda figures: max(axis["steepest"] for axis in figures["axes"].values())),
+        limit=1.15,
+        is_floor=False,
+        form="{:.2f}",
+    )
     for kind in ("match", "commit", "evict"):
         yield Bar(
             text=f"cost of a block to {kind} in the largest store against the smallest",

@@ -18,7 +18,7 @@ __all__ = ["own_tables"]
 
 def own_tables(results: Results) -> Iterator[Table]:
     """Those that were measured."""
-    for make in (_suffix, _decode, _templates, _restart, _precision, _policy, _store):
+    for make in (_suffix, _decode, _templates, _restart, _precision, _policy, _store, _growth, _http):
         table = make(results)
         if table is not None:
             yield table
@@ -163,6 +163,47 @@ def _store(results: Results) -> Table | None:
             unit="us a block",
             lines={kind: [(p["entries"], p[key]) for p in points] for kind, key in kinds.items()},
         ),
+    )
+
+
+def _growth(results: Results) -> Table | None:
+    axes = results.get("growth", {}).get("axes")
+    if not axes:
+        return None
+    rows = []
+    for name, axis in axes.items():
+        (first, first_ms), (last, last_ms) = axis["points"][0], axis["points"][-1]
+        ends = (f"{first:,} to {last:,}", f"{first_ms:,.1f}", f"{last_ms:,.1f}")
+        rows.append([name, *ends, f"{axis['slope']:.2f}", f"{axis['steepest']:.2f}"])
+    return Table(
+        name="growth",
+        title="What a decode step costs as there is more",
+        note="Slope of log time against log size: 0 costs nothing, 1 is proportional. Steepest: between neighbours.",
+        head=("of", "from, to", "first, ms", "last, ms", "slope", "steepest"),
+        rows=rows,
+        plot=Lines(x_unit="how many", unit="ms a step", lines={name: axis["points"] for name, axis in axes.items()}),
+    )
+
+
+def _http(results: Results) -> Table | None:
+    levels = results.get("http", {}).get("levels")
+    if not levels:
+        return None
+    keys = ("output_tokens_per_s", "latency_p50_ms", "latency_p99_ms", "ttft_p50_ms", "ttft_p99_ms")
+    rates = [(level["concurrency"], level["output_tokens_per_s"]) for level in levels]
+    return Table(
+        name="http",
+        title="A server at rising concurrency",
+        head=("at a time", *(key.replace("_ms", ", ms").replace("_", " ") for key in keys), "hit rate"),
+        rows=[
+            [
+                f"{level['concurrency']}",
+                *(f"{level[key] or 0:,.1f}" for key in keys),
+                f"{level['token_hit_rate'] or 0:.1%}",
+            ]
+            for level in levels
+        ],
+        plot=Lines(x_unit="requests in flight", unit="output tokens/s", lines={"output tokens/s": rates}),
     )
 
 

@@ -21,7 +21,7 @@ TRACES = {
     "mooncake_conversation": ("mooncake_conversation_trace.jsonl.gz", (512_000, 2_000_000, 8_000_000)),
     "tau_bench": ("tau_airline_qwen3_blk16.jsonl.gz", (8_000, 16_000, 32_000)),
 }
-PARTS = ("peers", "suffix", "decode", "templates", "restart", "precision", "policy", "store")
+PARTS = ("peers", "suffix", "decode", "templates", "restart", "precision", "policy", "store", "growth", "http")
 _BENCH = ("-m", "kvreuse.cli.main", "bench")
 
 
@@ -34,6 +34,8 @@ def commands(part: str, *, num_threads: int, traces: Path, minutes: float, is_qu
         return {f"suffix-{dtype}": ["-m", "bench.suffix", *threads, *quick, "--dtype", dtype] for dtype in DTYPES}
     if part == "decode":
         return {f"decode-{dtype}": [*_BENCH, "decode", *threads, "--dtype", dtype] for dtype in DTYPES}
+    if part == "growth":
+        return {"growth": [*_BENCH, "growth", *threads]}
     if part == "policy":
         return {
             f"policy-{name}-{capacity}": [

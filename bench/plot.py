@@ -1,4 +1,4 @@
-"""Two kinds of plot as SVG: grouped bars with their spread, and lines over a logarithmic axis.
+"""Two kinds of plot as SVG: grouped bars with their spread, and lines between logarithmic axes.
 
 Knows numbers, names and pixels. Knows nothing of what they mean.
 """
@@ -11,6 +11,7 @@ from html import escape
 from math import log10
 
 from bench.spread import Spread
+from kvreuse.ops.bench.plot import line_chart
 
 __all__ = ["Bars", "Lines", "svg"]
 
@@ -30,7 +31,7 @@ class Bars:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lines:
-    """lines: series -> (x, y) in rising order of x, which is above 0. x_unit, unit: of x and y."""
+    """lines: series -> (x, y), all above 0. x_unit, unit: of x and y."""
 
     x_unit: str
     unit: str
@@ -39,7 +40,10 @@ class Lines:
 
 def svg(plot: Bars | Lines) -> str:
     """The whole file."""
-    names, top, marks = _bars(plot) if isinstance(plot, Bars) else _lines(plot)
+    if isinstance(plot, Lines):
+        curves = {name: dict(points) for name, points in plot.lines.items()}
+        return line_chart(curves, title="", x_title=plot.x_unit, y_title=plot.unit)
+    names, top, marks = _bars(plot)
     key, key_height = _key(names)
     view = f"0 {-30 - key_height} {_LEFT + _WIDTH + 20} {_HEIGHT + 80 + key_height}"
     style = 'font-family="system-ui, sans-serif" font-size="12" fill="#333"'
@@ -69,24 +73,6 @@ def _bar(x: float, width: float, value: Spread, *, top: float, colour: str) -> l
     centre = x + width / 2 - 1
     whisker = f'<path d="M{centre:.1f} {low:.1f}V{high:.1f}" stroke="#222"/>' if value.high > value.low else ""
     return [bar + whisker, _text(centre, high - 4, short(value.median), anchor="middle", size=9)]
-
-
-def _lines(plot: Lines) -> tuple[list[str], float, list[str]]:
-    points = [point for line in plot.lines.values() for point in line]
-    top = _round_up(max((y for _, y in points), default=1.0))
-    low, high = (log10(edge(x for x, _ in points)) for edge in (min, max))
-
-    def across(x: float) -> float:
-        return _LEFT + 20 + (_WIDTH - 40) * (log10(x) - low) / ((high - low) or 1)
-
-    marks = [_text(_LEFT + _WIDTH / 2, _HEIGHT + 38, plot.x_unit, anchor="middle")]
-    marks += [_text(across(x), _HEIGHT + 18, short(x), anchor="middle") for x in sorted({x for x, _ in points})]
-    for number, line in enumerate(plot.lines.values()):
-        places = [f"{across(x):.1f},{_HEIGHT * (1 - y / top):.1f}" for x, y in line]
-        colour = _colour(number)
-        marks.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        marks += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in (p.split(",") for p in places)]
-    return list(plot.lines), top, marks
 
 
 def _scale(top: float, unit: str) -> list[str]:

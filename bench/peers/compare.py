@@ -232,7 +232,11 @@ def main(argv: list[str] | None = None) -> int:
     comparison = Comparison(
         load, num_threads=args.threads, limit_s=args.run_seconds, budget_s=0 if args.quick else args.minutes * 60
     )
-    comparison.prepare()
+    try:
+        comparison.prepare()
+    except PeerError as error:
+        print(f"compare.py: error: plain Transformers {error}", file=sys.stderr)
+        return 1
     peers = [PEERS[name] for name in args.peer if PEERS[name].is_installed]
     left_out = [name for name in args.peer if not PEERS[name].is_installed]
     for _ in comparison.run(peers, dtypes=args.dtype, num_repetitions=args.repetitions):
