@@ -62,7 +62,6 @@ class StorageTier(ABC):
 
     tier: Tier
     faults: tuple[type[Exception], ...] = (OSError,)  # what the storage raises when it fails
-    is_shared = False  # others write to the storage too: only asking it would tell what is there
 
     def __init__(self, *, max_bytes: int, namespace: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes

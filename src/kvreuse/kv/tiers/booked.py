@@ -32,6 +32,8 @@ class Entry(NamedTuple):
 class BookedTier(StorageTier):
     """See the module."""
 
+    is_shared = False  # others write to the storage too: only asking it would tell what is there
+
     def __init__(self, **options: Unpack[TierOptions]) -> None:
         super().__init__(**options)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first

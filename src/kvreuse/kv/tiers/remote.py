@@ -88,7 +88,6 @@ class RedisTier(StorageTier):
     """
 
     tier = Tier.REMOTE
-    is_shared = True
     faults = (OSError, ValkeyError, ValueError)  # the last where what answers speaks another language
 
     def __init__(self, url: str, *, timeout_s: float, **options: Unpack[TierOptions]) -> None:
