@@ -78,6 +78,13 @@ def test_a_fault_before_the_first_event_is_a_status(client: httpx.Client, site: 
     assert client.post("/invocations", json=body).status_code == 422
 
 
+def test_a_stream_of_several_prompts_has_no_place_for_a_refused_one(client: httpx.Client, site: Site) -> None:
+    site.engine.step_s = 0.02
+    body = {"prompt": ["a", "x" * 30_000], "max_tokens": 500, "stream": True}
+    assert client.post("/v1/completions", json=body).status_code == 422
+    wait_for(lambda: site.engine.num_outstanding == 0)
+
+
 @pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions"])
 def test_a_fault_in_the_middle_is_an_error_event_and_a_broken_stream(
     client: httpx.Client, site: Site, path: str
