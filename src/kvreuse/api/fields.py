@@ -129,13 +129,10 @@ class Fields:
 
     def texts(self, name: str, *, max_items: int) -> tuple[str, ...]:
         """A string or an array of up to `max_items` strings, none of them empty."""
-
-        def is_sound(value: object) -> bool:
-            items = [value] if isinstance(value, str) else value
-            return isinstance(items, list) and len(items) <= max_items and all(isinstance(x, str) and x for x in items)
-
-        value = self.read(name, (), is_sound, f"a non-empty string or up to {max_items} of them")
-        items = [value] if isinstance(value, str) else value
+        value = self.values.get(name)
+        items = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(items, list) or len(items) > max_items or not all(isinstance(x, str) and x for x in items):
+            raise self.error(name, f"a non-empty string or up to {max_items} of them")
         return tuple(check_text(item, param=self.param(name)) for item in items)
 
     def token_ids(self, name: str, *, max_items: int) -> tuple[int, ...]:

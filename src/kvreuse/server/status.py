@@ -54,7 +54,8 @@ class Status:
 
     def _collect(self) -> dict[str, Any]:
         stats, gauges, service = self._process.stats.snapshot(), self._process.gauges(), self._process.service
-        numbers = {
+        outline = service.engine.outline(_MAX_NODES, service.prefixes) if service else Outline(0, [], [], 0)
+        return {
             "time": time.time(),
             "version": __version__,
             "model": service.engine.model_name if service else "",
@@ -64,15 +65,10 @@ class Status:
             "max_concurrency": self._config.concurrency(),
             **_totals(stats),
             "ttft": {cache: _times(stats, cache) for cache in ("hit", "miss")},
-            "tiers": _lower_tiers(gauges),
+            "tiers": [_device_tier(gauges, outline), *_lower_tiers(gauges)] if service else [],
             "templates": service.warm_up.states() if service else [],
-            "tree": {"num_nodes": 0, "nodes": []},
+            "tree": _tree(gauges, outline),
         }
-        if service:
-            outline = service.engine.outline(_MAX_NODES, service.prefixes)
-            numbers["tiers"] = [_device_tier(gauges, outline), *_lower_tiers(gauges)]
-            numbers["tree"] = _tree(gauges, outline)
-        return numbers
 
 
 def _totals(stats: StatsSnapshot) -> dict[str, Any]:
