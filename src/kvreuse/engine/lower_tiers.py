@@ -50,8 +50,8 @@ class LowerTiers:
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters, per tier and of the flow between them."""
-        tiers = {tier.value: usage for tier, usage in self.stack.usage().items()}
-        return {**tiers, "num_dropped": self.stack.num_dropped, "promoted_tokens": self.num_promoted_tokens}
+        flow = {"num_dropped": self.stack.num_dropped, "promoted_tokens": self.num_promoted_tokens}
+        return {**self.stack.usage(), **flow}
 
     def measured(self, batch: Iterable[Scheduled], *, took_ms: float) -> None:
         """Learn from a step what computing costs; one that hardly prefills says nothing."""

@@ -80,9 +80,8 @@ class TierStack:
         self.costs = Costs()
         self.num_dropped = 0
         self._lock = threading.Lock()  # of what follows
-        self._queued: dict[int, Block] = {}  # to be stored, by number of the offer; a purge takes it out
+        self._queued: dict[int, Block] = {}  # to be stored, by id(); a purge takes it out
         self._queued_bytes = 0
-        self._num_offers = 0
         self._absent: dict[bytes, float] = {}  # first keys that nobody had, until when
         self._offered: dict[bytes, None] = {}  # what was put lately, oldest first
         self._puts: Jobs = queue.Queue()
@@ -106,14 +105,12 @@ class TierStack:
                 self.num_dropped += 1
                 return
             self._queued_bytes += block.num_bytes
-            self._num_offers += 1
-            number = self._num_offers
-            self._queued[number] = block
+            self._queued[id(block)] = block
             self._offered[block.key] = None
             self._absent.pop(block.key, None)
             if len(self._offered) > MAX_REMEMBERED:
                 del self._offered[next(iter(self._offered))]
-        self._puts.put(lambda: self._put(number, block))
+        self._puts.put(lambda: self._put(block))
 
     def forecast(self, keys: Sequence[bytes]) -> tuple[int, float]:
         """How many leading blocks are, or may be, below, and about how many ms loading them takes. Does no I/O."""
@@ -146,8 +143,8 @@ class TierStack:
         with suppress(queue.Full):
             self._fetches.put_nowait(lambda: self._discard(keys))
 
-    def usage(self) -> dict[Tier, TierUsage]:
-        return {tier.tier: tier.usage() for tier in self._tiers}
+    def usage(self) -> dict[str, TierUsage]:
+        return {tier.tier.value: tier.usage() for tier in self._tiers}
 
     def close(self) -> None:
         """End the workers; what still waits to be stored is stored first."""
@@ -160,8 +157,8 @@ class TierStack:
 
     # -- on the workers ---------------------------------------------------------------------------
 
-    def _put(self, number: int, block: Block) -> None:
-        if number in self._queued:
+    def _put(self, block: Block) -> None:
+        if id(block) in self._queued:
             payload, encoding = self._codec.pack(block.payload, self._encoding)
             packed = replace(block, payload=payload, encoding=encoding)
             if self.write == "through":
@@ -170,7 +167,7 @@ class TierStack:
             else:
                 self._demote(packed, level=0)
         with self._lock:
-            is_purged = self._queued.pop(number, None) is None
+            is_purged = self._queued.pop(id(block), None) is None
         if is_purged:  # perhaps while it was stored
             self._discard([block.key])
         with self._lock:
