@@ -28,6 +28,7 @@ serve: .venv/demo
 
 # The other servers are measured where bench/peers/setup.sh has installed them. BENCH: flags, see docs/bench.md.
 bench: .venv/demo
+	bench/peers/setup.sh transformers
 	$(BIN)/python -m bench.run $(BENCH)
 
 image-test: .venv/dev

@@ -68,7 +68,9 @@ class Comparison:
         self.records: list[dict[str, Any]] = []
 
     def prepare(self) -> None:
-        """Find the texts to compare with. PeerError when plain Transformers cannot be asked."""
+        """Find the texts to compare with. PeerError when there is no model, or plain Transformers cannot be asked."""
+        if not MODEL.exists():
+            raise PeerError("has no model: run bench/peers/setup.sh")
         prompts = [prompt.text for prompt in self._prompts]
         self._references = references(
             prompts,
