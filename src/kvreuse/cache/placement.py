@@ -76,9 +76,9 @@ class Placer:
         """Find room without touching anything else's slots."""
         private = lease.private
         if private is None:
-            # Behind the chain the sequence stays one physical run.
-            behind = sum(lease.node_runs[-1]) if lease.node_runs else self._spans.num_slots
-            lease.private = self._spans.allocate(num_slots, at=behind) or self._spans.allocate(num_slots)
+            if lease.node_runs:  # behind the chain the sequence stays one physical run
+                lease.private = self._spans.allocate(num_slots, at=sum(lease.node_runs[-1]))
+            lease.private = lease.private or self._spans.allocate(num_slots)
             return lease.private is not None
         extra = num_slots - private.length
         if self._spans.grow(private, extra):

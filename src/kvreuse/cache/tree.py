@@ -67,10 +67,10 @@ class PrefixTree:
     def pinned(self) -> list[Node]:
         """Every pinned node, doomed ones included. What is pinned or unpinned meanwhile may be in it or not."""
         out: list[Node] = []
-        for bucket in self._buckets:
-            if bucket.pinned:  # most are empty, and a lock for each of them would be most of the work
-                with bucket.lock:
-                    out += bucket.pinned
+        # Most are empty, and taking the lock of each of them would be most of the work.
+        for bucket in [bucket for bucket in self._buckets if bucket.pinned]:
+            with bucket.lock:
+                out += bucket.pinned
         return out
 
     def walk(self, query: Query, at: Walk, *, fresh_after: float, use: Callable[[Node], None] | None) -> Walk:
@@ -152,7 +152,9 @@ class PrefixTree:
     def make_root(self, scope: Scope) -> Node:
         """The root of the scope, made when there is none."""
         roots = self._roots.setdefault(scope.tenant, {})
-        return roots.setdefault(scope, Node(None, scope=scope, depth=0, hashes=b"", tokens=b""))
+        if scope not in roots:
+            roots[scope] = Node(None, scope=scope, depth=0, hashes=b"", tokens=b"")
+        return roots[scope]
 
     def drop_root(self, root: Node) -> None:
         """Forget the root if it is still the one of its scope."""

@@ -9,6 +9,7 @@ token is never a hit, as in the engine.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,8 +102,10 @@ def replay(trace: Trace, *, num_blocks: int, policy: str) -> Outcome:
         clock=lambda: now_s,
     )
     num_hit = num_committed = 0
+    prompts = _prompts(trace)
+    gc.freeze()  # the trace is not what is measured
     begun_s = time.process_time()
-    for prompt in _prompts(trace):
+    for prompt in prompts:
         now_s = prompt.arrival_s
         token_ids = [*prompt.blocks, _NO_MATCH_BEHIND][: prompt.num_matchable + 1]
         with cache.acquire(token_ids, scope=_SCOPE) as lease:
@@ -111,6 +114,7 @@ def replay(trace: Trace, *, num_blocks: int, policy: str) -> Outcome:
             if cache.reserve(lease, end, num_computed_tokens=lease.num_cached_tokens):
                 num_committed += cache.commit(lease, prompt.blocks, num_computed_tokens=end)
     took_s = time.process_time() - begun_s
+    gc.unfreeze()
     num_evicted = cache.usage().num_evicted_blocks
     return Outcome(
         token_hit_rate=num_hit * trace.block_size / trace.num_prompt_tokens,
