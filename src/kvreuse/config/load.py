@@ -75,11 +75,8 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
     for variable in env:
         if variable.startswith("OPTION_") and variable not in ENV_NAMES:
             raise unknown("environment variable", variable, ENV_NAMES)
-    return {
-        name: _Given(env[variable], f"environment {variable}")
-        for variable, name in ENV_NAMES.items()
-        if variable in env
-    }
+    found = {variable: name for variable, name in ENV_NAMES.items() if variable in env}
+    return {name: _Given(env[variable], f"environment {variable}") for variable, name in found.items()}
 
 
 def _from_flags(flags: Mapping[str, str]) -> dict[str, _Given]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 from kvreuse.config.options import OPTIONS
 from kvreuse.errors import ConfigError
@@ -15,55 +14,26 @@ from kvreuse.errors import ConfigError
 __all__ = ["DJL_ONLY", "ENV_NAMES", "FILE_KEYS", "FLAG_NAMES", "nearest", "unknown"]
 
 # Settings of DJL Serving's own server and of its Python process: one file may serve both.
-DJL_ONLY = frozenset(
-    {
-        "batch_size",
-        "cpu.maxWorkers",
-        "cpu.minWorkers",
-        "gpu.maxWorkers",
-        "gpu.minWorkers",
-        "job_queue_size",
-        "load_on_devices",
-        "log_model_metric",
-        "log_request_metric",
-        "maxWorkers",
-        "max_batch_delay",
-        "max_idle_time",
-        "metrics_aggregation",
-        "minWorkers",
-        "option.async_mode",
-        "option.model_loading_timeout",
-        "option.predict_timeout",
-    }
-)
-
-
-def _spellings(name: str, key: str) -> set[str]:
-    """The field's name, and the key without its prefix where that differs (entryPoint)."""
-    return {name, key.removeprefix("option.")}
-
-
-FILE_KEYS: Mapping[str, str] = MappingProxyType(
-    {option.key: name for name, option in OPTIONS.items()}
-    | {f"option.{name}": name for name, option in OPTIONS.items() if option.key != name}
-)
+DJL_ONLY = frozenset({
+    "batch_size", "cpu.maxWorkers", "cpu.minWorkers", "gpu.maxWorkers", "gpu.minWorkers", "job_queue_size",
+    "load_on_devices", "log_model_metric", "log_request_metric", "maxWorkers", "max_batch_delay", "max_idle_time",
+    "metrics_aggregation", "minWorkers", "option.async_mode", "option.model_loading_timeout", "option.predict_timeout",
+})  # fmt: skip
+# The field's name, and the key without its prefix where that differs (entryPoint).
+_SPELLINGS = {name: sorted({name, option.key.removeprefix("option.")}) for name, option in OPTIONS.items()}
+FILE_KEYS: Mapping[str, str] = {option.key: name for name, option in OPTIONS.items()} | {
+    f"option.{name}": name for name, option in OPTIONS.items() if option.key != name
+}
 # Weakest first: a variable of the platform wins over OPTION_*.
-ENV_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        f"OPTION_{spelling.upper()}": name
-        for name, option in OPTIONS.items()
-        for spelling in sorted(_spellings(name, option.key))
-    }
-    | {variable: name for name, option in OPTIONS.items() for variable in reversed(option.env)}
-)
-FLAG_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        variant: name
-        for name, option in OPTIONS.items()
-        for spelling in sorted(_spellings(name, option.key))
-        for variant in (spelling, spelling.replace("_", "-"), f"option.{spelling}")
-    }
-)
+ENV_NAMES: Mapping[str, str] = {
+    f"OPTION_{spelling.upper()}": name for name, spellings in _SPELLINGS.items() for spelling in spellings
+} | {variable: name for name, option in OPTIONS.items() for variable in reversed(option.env)}
+FLAG_NAMES: Mapping[str, str] = {
+    variant: name
+    for name, spellings in _SPELLINGS.items()
+    for spelling in spellings
+    for variant in (spelling, spelling.replace("_", "-"), f"option.{spelling}")
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

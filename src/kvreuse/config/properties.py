@@ -27,17 +27,13 @@ def parse_properties(text: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
     first_seen: dict[str, int] = {}
     for line_number, line in _logical_lines(text):
-        key, value = (_unescape(part) for part in _split(line))
+        match = _PAIR.fullmatch(line)
+        assert match is not None  # every part of the pattern may be empty
+        key, value = map(_unescape, match.groups())
         if key in pairs:
             raise ConfigError(f"{key} is given twice, on lines {first_seen[key]} and {line_number}")
         pairs[key], first_seen[key] = value.rstrip(), line_number
     return pairs
-
-
-def _split(line: str) -> tuple[str, str]:
-    match = _PAIR.fullmatch(line)
-    assert match is not None  # every part of the pattern may be empty
-    return match[1], match[2]
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -45,16 +41,14 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     start, joined = 0, ""
     for line_number, raw in enumerate(text.splitlines(), start=1):
         line = raw.lstrip()
-        if not start:
-            if not line or line[0] in "#!":
-                continue
-            start = line_number
-        num_backslashes = len(line) - len(line.rstrip("\\"))
-        if num_backslashes % 2:
-            joined += line[:-1]
+        if not start and (not line or line[0] in "#!"):
             continue
-        yield start, joined + line
-        start, joined = 0, ""
+        start = start or line_number
+        is_continued = (len(line) - len(line.rstrip("\\"))) % 2 == 1
+        joined += line[:-1] if is_continued else line
+        if not is_continued:
+            yield start, joined
+            start, joined = 0, ""
     if joined:
         yield start, joined
 
