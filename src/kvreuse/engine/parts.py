@@ -12,8 +12,11 @@ from kvreuse.cache.store import PrefixCache
 from kvreuse.config import Config
 from kvreuse.config.guards import doubts
 from kvreuse.engine.attention.cpu import CPUBackend
+from kvreuse.engine.attention.cuda import CUDABackend
 from kvreuse.engine.attention.reference import ReferenceBackend
+from kvreuse.engine.attention.self_test import choose_cuda
 from kvreuse.engine.attention.step import NAME, register
+from kvreuse.engine.devices import log_gpus
 from kvreuse.engine.grammar import Grammars
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.lower_tiers import LowerTiers
@@ -98,6 +101,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     cache = _cache(config, pool, lower)
     num_devices = len(layout.devices)
     concurrency = config.concurrency(num_devices=num_devices)
+    log_gpus(layout.devices)
     log.info(
         "model %s: %d layers, %s, attention %s, KV pool %d tokens = %.0f MiB",
         loaded.name,
@@ -173,14 +177,19 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _backend(name: str, layout: KVLayout) -> CPUBackend | ReferenceBackend:
-    is_cpu = all(device.type == "cpu" for device in layout.devices)
-    if name == "cuda":
-        raise ConfigError("option.attention_backend is cuda, allowed here are auto, reference and cpu")
-    if name == "cpu" and not (is_cpu and CPUBackend.can_do(layout)):
-        raise ConfigError(
-            "option.attention_backend is cpu, but the device or the head sizes of this model need reference"
-        )
-    if name == "reference" or not (is_cpu and CPUBackend.can_do(layout)):
+def _backend(name: str, layout: KVLayout) -> CPUBackend | CUDABackend | ReferenceBackend:
+    """The one that was asked for, or for auto the fastest that fits. Raises ConfigError when it does not fit."""
+    if name == "reference":
         return ReferenceBackend()
-    return CPUBackend()
+    kinds = {device.type for device in layout.devices}
+    found: CPUBackend | CUDABackend | str = f"the model is on {' and '.join(sorted(kinds))}"
+    if kinds == {"cuda"} and name in ("auto", "cuda", "cuda-gather"):
+        found = choose_cuda(layout, is_gathering=name == "cuda-gather")
+    elif kinds == {"cpu"} and name in ("auto", "cpu"):
+        found = CPUBackend() if CPUBackend.can_do(layout) else "its kernel takes keys and values of one head size"
+    if not isinstance(found, str):
+        return found
+    if name != "auto":
+        raise ConfigError(f"option.attention_backend is {name}, but {found}\nhint: reference can do every model")
+    log.warning("attention is computed by the reference, which is slow: %s", found)
+    return ReferenceBackend()
