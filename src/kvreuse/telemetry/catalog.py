@@ -48,36 +48,21 @@ def _sampled(name: str) -> Read:
     return lambda window: window.samples.get(name)
 
 
-def _hit_rate(window: Window) -> float | None:
-    return _share(window.count("cached_tokens"), window.count("prompt_tokens"))
-
-
-def _lookup_share(window: Window) -> float | None:
-    return _share(window.seconds("lookup_s"), window.seconds("duration_s"))
-
-
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _evictions(window: Window) -> float:
-    return window.engine("store_num_evicted_blocks") / window.duration_s
-
-
 def _rise(name: str) -> Read:
     """How much a counter of the engine rose, where the engine has it."""
-    return lambda window: window.engine(name) if name in window.engine_after else None
-
-
-def _saved_ms(window: Window) -> float:
-    return window.count("saved_s") * 1000
+    return lambda window: window.engine(name) if name in window.end.engine else None
 
 
 _CACHED, _MISSES = "kvreuse_cached_prompt_tokens_total", "kvreuse_cache_misses_total"
 _LOOKUP = "kvreuse_lookup_time_seconds_sum / kvreuse_request_duration_seconds_sum"
 _ROWS: tuple[tuple[str, str, str, str, Read], ...] = (
     ("KV_CACHE_HIT_RATE", "None", f"{_CACHED} / kvreuse_prompt_tokens_total",
-     "Share of prompt tokens served from the store", _hit_rate),
+     "Share of prompt tokens served from the store",
+     lambda w: _share(w.count("cached_tokens"), w.count("prompt_tokens"))),
     ("KV_CACHE_HITS", "Count", "kvreuse_cache_hits_total", "Requests that reused at least one block", _count("hits")),
     ("KV_CACHE_MISSES", "Count", _MISSES,
      "Requests of which not every block hit (a hit in part is in both)", _count("misses")),
@@ -89,15 +74,16 @@ _ROWS: tuple[tuple[str, str, str, str, Read], ...] = (
     ("KV_MEMORY_USAGE", "None", "1 - kvreuse_kv_free_slots / kvreuse_kv_slots",
      "Share of the KV pool that holds something", _sampled("kv_usage")),
     ("KV_CACHE_EVICTION_RATE", "Count/Second", "rate(kvreuse_kv_evicted_blocks_total)",
-     "Blocks evicted to make room", _evictions),
+     "Blocks evicted to make room", lambda w: w.engine("store_num_evicted_blocks") / w.duration_s),
     ("KV_CACHE_OOM", "Count", "kvreuse_kv_oom_total",
      "Reservations refused because all memory was pinned", _rise("store_num_oom")),
-    ("KV_LOOKUP_SHARE", "None", _LOOKUP, "Share of request time spent looking prompts up", _lookup_share),
+    ("KV_LOOKUP_SHARE", "None", _LOOKUP, "Share of request time spent looking prompts up",
+     lambda w: _share(w.seconds("lookup_s"), w.seconds("duration_s"))),
     ("KV_TRANSFER_MS", "Milliseconds", "kvreuse_transfer_time_seconds",
      "Loads from a slower tier", _observed("transfer_s")),
     ("SAVED_PREFILL_TOKENS", "Count", _CACHED, "Prompt tokens that were not computed again", _count("cached_tokens")),
     ("SAVED_PREFILL_MS", "Milliseconds", "kvreuse_saved_prefill_seconds_total",
-     "Time these would have taken, from that of misses", _saved_ms),
+     "Time these would have taken, from that of misses", lambda w: w.count("saved_s") * 1000),
     ("TTFT", "Milliseconds", "kvreuse_time_to_first_token_seconds",
      "From arrival to the first token", _observed("ttft_s")),
     ("ITL", "Milliseconds", "kvreuse_inter_token_latency_seconds",

@@ -78,32 +78,26 @@ class CloudWatch:
         """Queue these, the oldest make room; then send as much of the queue as is taken."""
         for request in requests(data, at, namespace=self._namespace, dimensions=self._dimensions):
             if len(self.queue) == MAX_QUEUED:
-                self._drop()
+                self._on_drop(len(self.queue.popleft()["MetricData"]))
             self.queue.append(request)
         while self.queue and self._send(self.queue[0]):
             self.queue.popleft()
 
     def _send(self, request: dict[str, Any]) -> bool:
+        """Whether it is done with: taken, or refused for good."""
         try:
             self._client = self._client or self._connect()
             self._client.put_metric_data(**request)
         except (BotoCoreError, ClientError) as error:
-            self._report(error)
-            if _is_refused(error):
+            if not self._is_failing:  # once per outage
+                _LOG.warning("CloudWatch takes no metrics, will try again: %s", error)
+            self._is_failing = True
+            is_refused = _is_refused(error)
+            if is_refused:
                 self._on_drop(len(request["MetricData"]))
-                return True
-            return False
+            return is_refused
         self._is_failing = False
         return True
-
-    def _drop(self) -> None:
-        self._on_drop(len(self.queue.popleft()["MetricData"]))
-
-    def _report(self, error: Exception) -> None:
-        """Once per outage."""
-        if not self._is_failing:
-            _LOG.warning("CloudWatch takes no metrics, will try again: %s", error)
-        self._is_failing = True
 
 
 def _is_refused(error: Exception) -> bool:

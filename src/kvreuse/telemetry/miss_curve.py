@@ -23,7 +23,6 @@ class MissCurve:
     """
 
     def __init__(self, *, block_size: int, sample_every: int = 1, max_blocks: int = 1 << 20) -> None:
-        self.num_prompt_tokens = 0
         self._block_size = block_size
         self._every = sample_every
         self._max_blocks = max_blocks
@@ -38,7 +37,6 @@ class MissCurve:
     def add(self, blocks: Sequence[Hashable], *, num_prompt_tokens: int) -> None:
         """A prompt: the names of its blocks, each of which stands for all before it. The last token's is never hit."""
         with self._lock:
-            self.num_prompt_tokens += num_prompt_tokens
             blocks = blocks[: num_prompt_tokens // self._block_size]  # a partial one is kept by nobody
             num_matchable = min((num_prompt_tokens - 1) // self._block_size, len(blocks))
             chain = [(depth, b) for depth, b in enumerate(blocks) if hash((b,)) % self._every == 0]
@@ -52,12 +50,8 @@ class MissCurve:
             for _, block in reversed(chain):
                 self._use(block)
 
-    def hit_rate(self, num_tokens: float) -> float:
-        """Cached / prompt tokens of a cache of so many tokens (inf: misses of what was never seen only)."""
-        return self.hit_tokens(num_tokens) / max(1, self.num_prompt_tokens)
-
     def hit_tokens(self, num_tokens: float) -> int:
-        """Prompt tokens that a cache of `num_tokens` tokens would have served so far."""
+        """Prompt tokens that a cache of `num_tokens` tokens (inf: without bound) would have served so far."""
         with self._lock:
             near = self._num_matchable - self._num_sampled * self._every
             far = sum(n for d, n in self._distances.items() if d * self._every * self._block_size <= num_tokens)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvreuse.telemetry.catalog import CATALOG
 from kvreuse.telemetry.stats import Stats
-from kvreuse.telemetry.window import Values, Window
+from kvreuse.telemetry.window import Moment, Values, Window
 
 __all__ = ["Datum", "Publisher", "Sink"]
 
@@ -53,9 +53,7 @@ class Publisher:
         self._clock = clock
         self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._main, name="kvreuse-publish", daemon=True)
-        self._since_s = clock()
-        self._before = stats.snapshot()
-        self._engine_before: Mapping[str, float] = {}
+        self._begin = Moment(stats.snapshot(), {}, clock())
         self._samples: dict[str, Counter[float]] = {}
 
     def start(self) -> None:
@@ -81,23 +79,16 @@ class Publisher:
 
     def publish(self) -> None:
         """End the window here and hand it on; the next one begins."""
-        engine, after, now_s = self.sample(), self._stats.snapshot(), self._clock()
-        window = Window(
-            before=self._before,
-            after=after,
-            engine_before=self._engine_before,
-            engine_after=engine,
-            samples=self._samples,
-            duration_s=max(now_s - self._since_s, 1e-3),
-        )
-        self._since_s, self._before, self._engine_before, self._samples = now_s, after, engine, {}
-        data = _data(window)
+        gauges = self.sample()
+        end = Moment(self._stats.snapshot(), gauges, self._clock())
+        data = _data(Window(self._begin, end, self._samples))
+        self._begin, self._samples = end, {}
         for sink in self._sinks:
             sink(data, time.time())
 
     def _main(self) -> None:
         while not self._is_ending.wait(self._interval_s / _SAMPLES_PER_WINDOW):
-            if self._clock() - self._since_s >= self._interval_s:
+            if self._clock() - self._begin.at_s >= self._interval_s:
                 self.publish()
             else:
                 self.sample()

@@ -154,7 +154,6 @@ class Stats:
         self._counters[name, labels] += amount  # type: ignore[assignment]  # Counter also adds floats
 
     def _observe(self, name: str, labels: Labels, value: float) -> None:
-        histogram = self._histograms.get((name, labels))
-        if histogram is None:
-            histogram = self._histograms[name, labels] = Histogram(HISTOGRAMS[name])
-        histogram.observe(value)
+        if (name, labels) not in self._histograms:
+            self._histograms[name, labels] = Histogram(HISTOGRAMS[name])
+        self._histograms[name, labels].observe(value)

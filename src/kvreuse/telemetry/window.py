@@ -8,50 +8,60 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvreuse.telemetry.stats import StatsSnapshot, rounded
 
-__all__ = ["Values", "Window"]
+__all__ = ["Moment", "Values", "Window"]
 
 Values = Mapping[float, int]  # value -> how often
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """`before` and `after`: totals at its two ends; of the engine's too. `samples`: of gauges in between."""
+class Moment(NamedTuple):
+    """Totals since the start: those of Stats and the engine's own. `at_s` is of a monotonic clock."""
 
-    before: StatsSnapshot
-    after: StatsSnapshot
-    engine_before: Mapping[str, float]
-    engine_after: Mapping[str, float]
+    stats: StatsSnapshot
+    engine: Mapping[str, float]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Its two ends, and samples of gauges in between."""
+
+    begin: Moment
+    end: Moment
     samples: Mapping[str, Values]
-    duration_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return max(self.end.at_s - self.begin.at_s, 1e-3)
 
     def count(self, name: str, label: str | None = None) -> float:
         """How much a counter of Stats rose, over all its labels or with the one label."""
         return sum(
-            value - self.before.counters.get(key, 0)
-            for key, value in self.after.counters.items()
+            value - self.begin.stats.counters.get(key, 0)
+            for key, value in self.end.stats.counters.items()
             if key[0] == name and label in (None, *key[1])
         )
 
     def engine(self, name: str) -> float:
         """How much a counter of the engine rose."""
-        return max(0.0, self.engine_after.get(name, 0.0) - self.engine_before.get(name, 0.0))
+        return max(0.0, self.end.engine.get(name, 0.0) - self.begin.engine.get(name, 0.0))
 
     def seconds(self, name: str) -> float:
         """How much the sum of a histogram rose."""
-        old = self.before.histograms
-        return sum(
-            h.sum - (old[key].sum if key in old else 0.0) for key, h in self.after.histograms.items() if key[0] == name
+        begin, end = (
+            sum(histogram.sum for key, histogram in moment.stats.histograms.items() if key[0] == name)
+            for moment in (self.begin, self.end)
         )
+        return end - begin
 
     def values_ms(self, name: str) -> Values:
         """What a histogram observed, over all its labels."""
         places: Counter[int] = Counter()
-        for key, histogram in self.after.histograms.items():
-            if key[0] == name:
-                places.update(histogram.fine)
-                if key in self.before.histograms:
-                    places.subtract(self.before.histograms[key].fine)
+        for change, moment in ((places.update, self.end), (places.subtract, self.begin)):
+            for key, histogram in moment.stats.histograms.items():
+                if key[0] == name:
+                    change(histogram.fine)
         return {rounded(place) * 1000: count for place, count in sorted(places.items()) if count}
