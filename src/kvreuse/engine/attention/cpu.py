@@ -72,12 +72,15 @@ class CPUBackend:
         _, num_heads, num_rows, head_dim = query.shape
         grouped = query.to(spec.dtype).view(spec.num_kv_heads, num_heads // spec.num_kv_heads, num_rows, head_dim)
         slabs = step.pool.heads[layer]
-        out = torch.zeros_like(grouped, dtype=torch.float32)
-        lse = torch.full(grouped.shape[:3], float("-inf"))
+        if calls and calls[0].rows == slice(0, num_rows):
+            out, lse = _call(grouped, slabs, calls[0], scaling)
+            out, calls = out.float(), calls[1:]
+        else:
+            out, lse = torch.zeros_like(grouped, dtype=torch.float32), torch.full(grouped.shape[:3], float("-inf"))
         for call in calls:
             _merge(out, lse, call.rows, _call(grouped, slabs, call, scaling), is_first=call.is_first)
         if tails is not None:
-            _merge(out, lse, tails.rows, _tails(grouped, slabs, tails, scaling), is_first=not calls)
+            _merge(out, lse, tails.rows, _tails(grouped, slabs, tails, scaling))
         if sinks is not None:
             # A sink is one more key whose value is zero.
             out *= torch.sigmoid(lse - sinks.float().view(spec.num_kv_heads, -1, 1)).unsqueeze(-1)
