@@ -56,7 +56,7 @@ def test_the_demo_model_is_loaded_by_its_short_name() -> None:
     assert (loaded.name, loaded.max_model_len, loaded.eos_token_ids) == ("demo", 8192, (2,))
     assert (loaded.model.dtype, loaded.model.training) == (torch.float32, False)
     assert loaded.model.config.use_cache is True
-    assert loaded.tokenizer.has_chat_template
+    assert loaded.tokenizer.hf.chat_template
 
 
 def test_a_folder_is_named_after_itself(tmp_path: Path) -> None:

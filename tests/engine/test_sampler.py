@@ -148,15 +148,6 @@ def test_ids_beyond_the_vocabulary_of_the_model_are_ignored() -> None:
     assert draws(logits, prompt=(0, 3, 99), repetition_penalty=3.0, logit_bias={3: 9.0, -1: 9.0}) == [1]
 
 
-def test_a_history_built_late_equals_one_kept_up_token_by_token() -> None:
-    logits = torch.tensor([[3.0, 2.5, 2.0]])
-    early, late = make_state(prompt=(), frequency_penalty=1.0), make_state(prompt=(), frequency_penalty=1.0)
-    tokens = [sample(logits, [early])[0][0] for _ in range(3)]
-    for token_id in tokens:
-        late.record(token_id)
-    assert [tensor.tolist() for tensor in late.history(logits)] == [tensor.tolist() for tensor in early.history(logits)]
-
-
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_a_mask_leaves_only_what_it_allows(params: dict[str, Any]) -> None:
     allowed = torch.zeros(VOCAB, dtype=torch.bool)

@@ -24,22 +24,14 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()) -> None:
+        self.stopped = False  # a stop string is complete: nothing more comes out
         self._tokenizer = tokenizer
-        self._stops = _StopStrings(stop)
+        self._stops = [text for text in stop if text]
+        self._held = ""  # text that may turn out to begin a stop string
         # The end of the answer that may still matter, with at least one id before whatever is unfinished, and how many
         # characters of its text are out. A character that the prompt leaves half done is not out yet.
         self._ids: list[int] = _visible_tail(tokenizer, prompt_ids)
         self._num_shown = len(tokenizer.decode(self._ids).removesuffix(REPLACEMENT))
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete. Nothing more comes out then."""
-        return self._stops.found is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the answer."""
-        return self._stops.found
 
     def push(self, token_id: int) -> str:
         """Take the next id; return the text that is certain now, often none."""
@@ -58,8 +50,7 @@ class Detokenizer:
         """The answer is over: return all that was held back."""
         if self.stopped:
             return ""
-        text = self._show(self._tokenizer.decode(self._ids))
-        return text + ("" if self.stopped else self._stops.release())
+        return self._show(self._tokenizer.decode(self._ids)) + self._held
 
     def _show(self, text: str) -> str:
         """`text` is that of all `_ids`, and they end between two characters."""
@@ -68,7 +59,7 @@ class Detokenizer:
             # One id that shows is context enough: whether a space leads the next one depends on nothing else.
             self._ids = self._ids[-1:]
             self._num_shown = len(self._tokenizer.decode(self._ids))
-        return self._stops.feed(new_text)
+        return self._cut_at_stop(new_text)
 
     def _show_unfinished(self, text: str) -> str:
         """Only the last character may still change."""
@@ -77,7 +68,7 @@ class Detokenizer:
         if len(self._ids) > 2 * MAX_CHAR_TOKENS:
             self._ids = self._ids[self._clean_split(text) - 1 :]
             self._num_shown = len(self._tokenizer.decode(self._ids)) - 1
-        return self._stops.feed(new_text)
+        return self._cut_at_stop(new_text)
 
     def _clean_split(self, text: str) -> int:
         """The last place in `_ids` that lies between two characters."""
@@ -88,59 +79,17 @@ class Detokenizer:
         # Not a byte-level vocabulary: there a character never spans two tokens.
         return num_ids - 1
 
-
-class _StopStrings:
-    """Looks for stop strings in text that comes in pieces: one Knuth-Morris-Pratt automaton for each."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stops = sorted({text for text in stop if text}, key=len, reverse=True)
-        self._borders = [_borders(text) for text in self._stops]
-        # How many characters of each stop string the text so far ends with.
-        self._matched = [0] * len(self._stops)
-        self._held = ""
-        self.found: str | None = None
-
-    def feed(self, text: str) -> str:
-        """Return what cannot be part of a stop string any more; sets `found` and drops the rest when one is there."""
-        if not self._stops:
-            return text
-        for end, character in enumerate(text, start=1):
-            self._advance(character)
-            if self.found is not None:
-                seen = self._held + text[:end]
-                self._held = ""
-                return seen[: -len(self.found)]
-        seen = self._held + text
-        num_safe = len(seen) - max(self._matched)
-        self._held = seen[num_safe:]
-        return seen[:num_safe]
-
-    def release(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-    def _advance(self, character: str) -> None:
-        for index, stop in enumerate(self._stops):
-            matched, borders = self._matched[index], self._borders[index]
-            while matched and stop[matched] != character:
-                matched = borders[matched - 1]
-            matched += stop[matched] == character
-            self._matched[index] = matched
-            if matched == len(stop):
-                self.found = stop
-                return
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for index in range(1, len(text)):
-        while length and text[index] != text[length]:
-            length = borders[length - 1]
-        length += text[index] == text[length]
-        borders[index] = length
-    return borders
+    def _cut_at_stop(self, new_text: str) -> str:
+        """What is certain not to be part of a stop string. Where one is complete, `stopped` is set."""
+        text = self._held + new_text
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        begins = (i for i in range(len(text)) if any(stop.startswith(text[i:]) for stop in self._stops))
+        num_safe = next(begins, len(text))
+        self._held = text[num_safe:]
+        return text[:num_safe]
 
 
 def _visible_tail(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:

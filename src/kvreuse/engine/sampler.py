@@ -52,9 +52,7 @@ class SamplingState:
         self.is_plain = not (self.has_penalties or params.logit_bias or mask)
         # One number per token is drawn, so that neither the batch nor the device changes what a seed gives.
         self._random = random.Random() if params.seed is None else random.Random(f"{params.seed}/{index}")
-        self._token_ids = list(prompt_ids) if self.has_penalties else []
-        self._num_prompt = len(self._token_ids)
-        self._seen: Tensor | None = None
+        self._prompt_ids = prompt_ids
         self._counts: Tensor | None = None
 
     def draw(self) -> float:
@@ -63,24 +61,16 @@ class SamplingState:
 
     def record(self, token_id: int) -> None:
         """Remember a generated token for the penalties. `sample` does it for the tokens that it returns."""
-        if not self.has_penalties:
-            return
-        self._token_ids.append(token_id)
-        if self._seen is not None and self._counts is not None and token_id < len(self._seen):
-            self._seen[token_id] = True
-            self._counts[token_id] += 1
+        if self._counts is not None:
+            self._counts[token_id] = self._counts[token_id].clamp(min=0) + 1
 
-    def history(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """(seen: bool [vocab], in prompt or answer; counts: float32 [vocab], in the answer) for logits [n, vocab]."""
-        if self._seen is None or self._counts is None or self._seen.device != logits.device:
-            vocab = logits.shape[-1]
-            token_ids = torch.tensor(self._token_ids, dtype=torch.long)
+    def counts(self, scores: Tensor) -> Tensor:
+        """How often each token is in the answer, -1 if not even in the prompt: like `scores`, float32 [vocab]."""
+        if self._counts is None:
+            self._counts = torch.full_like(scores, -1)
             # Ids beyond the model's vocabulary can be in the prompt but are never generated.
-            counts = torch.bincount(token_ids[self._num_prompt :].clamp(max=vocab), minlength=vocab + 1)
-            seen = torch.bincount(token_ids.clamp(max=vocab), minlength=vocab + 1) > 0
-            self._seen = seen[:vocab].to(logits.device)
-            self._counts = counts[:vocab].to(logits.device, torch.float32)
-        return self._seen, self._counts
+            self._counts[[i for i in set(self._prompt_ids) if i < len(scores)]] = 0
+        return self._counts
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprob | None]]:
@@ -99,20 +89,20 @@ def sample(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int], li
     ]
     for row, token_id in zip(rows, token_ids, strict=True):
         row.record(token_id)
-    return token_ids, _logprobs(logits, rows, token_ids)
+    return token_ids, [_logprob(*item) for item in zip(logits, rows, token_ids, strict=True)]
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplingState]) -> list[int]:
     scores = logits if all(row.is_plain for row in rows) else _adjusted(logits, rows)
-    if all(row.is_greedy for row in rows):
-        return _as_ints(scores.argmax(-1))
     chosen = scores.argmax(-1)
-    unfiltered = [i for i, row in enumerate(rows) if not row.is_greedy and not _has_filter(row.params)]
-    filtered = [i for i, row in enumerate(rows) if not row.is_greedy and _has_filter(row.params)]
+    drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
+    filtered = [i for i in drawn if _has_filter(rows[i].params)]
+    unfiltered = [i for i in drawn if i not in filtered]
     for indices, draw in ((unfiltered, _draw), (filtered, _draw_filtered)):
         if indices:
             chosen[indices] = draw(scores[indices], [rows[i] for i in indices])
-    return _as_ints(chosen)
+    token_ids: list[int] = chosen.tolist()
+    return token_ids
 
 
 def _has_filter(params: SamplingParams) -> bool:
@@ -121,33 +111,24 @@ def _has_filter(params: SamplingParams) -> bool:
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     """A copy of the logits [n, vocab] with bias, penalties and mask applied."""
-    scores = logits.clone()
-    for index, row in enumerate(rows):
-        bias = {i: value for i, value in row.params.logit_bias.items() if 0 <= i < scores.shape[-1]}
+    adjusted = logits.clone()
+    for scores, row in zip(adjusted, rows, strict=True):
+        bias = {i: value for i, value in row.params.logit_bias.items() if 0 <= i < len(scores)}
         if bias:
-            scores[index, list(bias)] += scores.new_tensor(list(bias.values()))
-    _penalise(scores, rows)
-    for index, row in enumerate(rows):
+            scores[list(bias)] += scores.new_tensor(list(bias.values()))
+        if row.has_penalties:
+            _penalise(scores, row)
         allowed = row.mask() if row.mask is not None else None
         if allowed is not None:
-            scores[index].masked_fill_(~allowed.to(scores.device), -torch.inf)
-    return scores
+            scores.masked_fill_(~allowed.to(scores.device), -torch.inf)
+    return adjusted
 
 
-def _penalise(scores: Tensor, rows: Sequence[SamplingState]) -> None:
-    indices = [i for i, row in enumerate(rows) if row.has_penalties]
-    if not indices:
-        return
-    chosen = [rows[i] for i in indices]
-    histories = [row.history(scores) for row in chosen]
-    seen = torch.stack([seen for seen, _ in histories])
-    counts = torch.stack([counts for _, counts in histories])
-    part = scores[indices]
-    repetition = _column(part, [row.params.repetition_penalty for row in chosen])
-    part = torch.where(seen, torch.where(part < 0, part * repetition, part / repetition), part)
-    part -= counts * _column(part, [row.params.frequency_penalty for row in chosen])
-    part -= (counts > 0) * _column(part, [row.params.presence_penalty for row in chosen])
-    scores[indices] = part
+def _penalise(scores: Tensor, row: SamplingState) -> None:
+    params, counts = row.params, row.counts(scores)
+    repeated = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
+    scores.copy_(torch.where(counts >= 0, repeated, scores))
+    scores -= counts.clamp(min=0) * params.frequency_penalty + (counts > 0) * params.presence_penalty
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:
@@ -191,7 +172,7 @@ def _weights(values: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """(values, ids), both [n, num_candidates], best first and among equals the lower id first."""
+    """(values, ids), both [..., num_candidates], best first and among equals the lower id first."""
     if num_candidates == scores.shape[-1]:
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
         return values, ids
@@ -245,36 +226,16 @@ def _pick(weights: Tensor, rows: Sequence[SamplingState]) -> Tensor:
     return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 
 
-def _logprobs(logits: Tensor, rows: Sequence[SamplingState], token_ids: Sequence[int]) -> list[TokenLogprob | None]:
-    reported: list[TokenLogprob | None] = [None] * len(rows)
-    wanted = {i: row.params.logprobs for i, row in enumerate(rows) if row.params.logprobs is not None}
-    if not wanted:
-        return reported
-    logprobs = logits[list(wanted)].log_softmax(-1)
-    chosen = torch.tensor([[token_ids[i]] for i in wanted], device=logits.device)
-    values = logprobs.gather(-1, chosen)[:, 0].tolist()
-    best, best_ids = (part.tolist() for part in _first_best(logprobs, max(wanted.values())))
-    for place, (index, num_top) in enumerate(wanted.items()):
-        top = tuple(zip(best_ids[place][:num_top], best[place][:num_top], strict=True))
-        reported[index] = TokenLogprob(token_id=token_ids[index], logprob=values[place], top=top)
-    return reported
-
-
-def _first_best(scores: Tensor, num_wanted: int) -> tuple[Tensor, Tensor]:
-    """At least the best `num_wanted` of each row (or all), the same whatever else is in the batch."""
-    num_candidates = num_wanted + 1
-    while True:
-        values, ids = _best(scores, min(num_candidates, scores.shape[-1]))
-        # Of the values that equal the last one some may be missing; no matter when none of those is wanted.
-        if values.shape == scores.shape or bool((values[:, :num_wanted] > values[:, -1:]).all()):
-            return values, ids
-        num_candidates *= 8
+def _logprob(logits: Tensor, row: SamplingState, token_id: int) -> TokenLogprob | None:
+    """logits: [vocab]. Of one row at a time: which of equal tokens are reported depends on how many are wanted."""
+    if row.params.logprobs is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    values, ids = _best(logprobs, min(row.params.logprobs, len(logprobs)))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token_id=token_id, logprob=float(logprobs[token_id]), top=top)
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
     """[n, 1] in the dtype and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _as_ints(token_ids: Tensor) -> list[int]:
-    return [int(token_id) for token_id in token_ids.tolist()]

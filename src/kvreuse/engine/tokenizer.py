@@ -36,7 +36,7 @@ class Tokenizer:
         self._special_ids = frozenset(added_special | set(hf.all_special_ids))
         self._byte_ids = self._find_byte_ids()
         self._anchor_ids = list(self.encode("a", add_special_tokens=False))
-        self._anchor_text = self._decode(self._anchor_ids, skip_special_tokens=False)
+        self._anchor_text = self.decode(self._anchor_ids, skip_special_tokens=False)
         self._reserved_variables = frozenset(inspect.signature(hf.apply_chat_template).parameters)
 
     @property
@@ -50,10 +50,6 @@ class Tokenizer:
         return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self.hf.chat_template)
-
-    @property
     def has_byte_fallback(self) -> bool:
         """Whether characters outside the vocabulary are spelled with tokens like <0xE2>."""
         return bool(self._byte_ids)
@@ -63,7 +59,10 @@ class Tokenizer:
 
         Raises RequestError (`param`) when the text cannot be UTF-8.
         """
-        _check_encodable(text, param=param)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError("the text holds half of a surrogate pair, which is no character", param=param) from None
         with self._lock:
             encoded = self.hf(text, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
         token_ids = tuple(encoded["input_ids"])
@@ -84,48 +83,42 @@ class Tokenizer:
         variables: further names for the template, such as `date_string`.
         Raises RequestError: `messages` when there is no template or it refuses them, `variables` for a reserved name.
         """
-        if not self.has_chat_template:
+        if not self.hf.chat_template:
             raise RequestError("this model has no chat template: send `inputs` instead", param="messages")
         reserved = sorted(self._reserved_variables.intersection(variables or ()))
         if reserved:
             raise RequestError(f"the template variable {reserved[0]!r} is reserved", param="variables")
         if not messages:
             raise RequestError("at least one message is needed", param="messages")
-        text = self._render(messages, tools=tools, variables=variables or {})
-        # The template spells every special token, BOS included.
-        return self.encode(text, add_special_tokens=False, param="messages")
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        variables: Mapping[str, Any],
-    ) -> str:
         try:
-            rendered = self.hf.apply_chat_template(
+            text = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=True,
-                **variables,
+                **(variables or {}),
             )
         except RENDER_ERRORS as error:
             # Only what the template's author raised on purpose was written for the caller's eyes.
             reason = f": {str(error)[:200]}" if type(error) is TemplateError else ""
             raise RequestError(f"the chat template refuses these messages{reason}", param="messages") from error
-        return str(rendered)
+        # The template spells every special token, BOS included.
+        return self.encode(text, add_special_tokens=False, param="messages")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens, exactly as the vocabulary spells it.
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`, exactly as the vocabulary spells it.
 
         Ids without a token are skipped; bytes that are no UTF-8 become U+FFFD.
         """
-        return self._decode(token_ids, skip_special_tokens=True)
+        with self._lock:
+            text = self.hf.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        return str(text)
 
     def token_text(self, token_id: int) -> str:
         """How one token reads in the middle of a text, its leading space and special tokens included."""
-        text = self._decode([*self._anchor_ids, token_id], skip_special_tokens=False)
+        text = self.decode([*self._anchor_ids, token_id], skip_special_tokens=False)
         return text.removeprefix(self._anchor_text)
 
     def is_visible(self, token_id: int) -> bool:
@@ -136,24 +129,10 @@ class Tokenizer:
         """Whether the token stands for one byte, so that its text depends on the bytes around it."""
         return token_id in self._byte_ids
 
-    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        with self._lock:
-            text = self.hf.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        return str(text)
-
     def _find_byte_ids(self) -> frozenset[int]:
         known = self.hf.get_vocab()
         letter = known.get("<0x41>")
-        if letter is None or self._decode([letter], skip_special_tokens=True) != "A":
+        if letter is None or self.decode([letter]) != "A":
             return frozenset()
         names = (f"<0x{byte:02X}>" for byte in range(256))
         return frozenset(known[name] for name in names if name in known)
-
-
-def _check_encodable(text: str, *, param: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError("the text holds half of a surrogate pair, which is no character", param=param) from None
