@@ -13,7 +13,7 @@ from typing import Any
 
 from kvreuse.errors import ConfigError
 
-__all__ = ["read_json", "read_lines", "write_json", "write_text"]
+__all__ = ["read_json", "read_lines", "show", "write_json", "write_text"]
 
 
 def read_lines(path: str) -> list[Any]:
@@ -45,6 +45,16 @@ def read_json(path: str) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} holds no JSON: {error}") from error
+
+
+def show(text: str, figures: object, *, json_to: str | None) -> None:
+    """What a tool has found: for people, and as JSON where `json_to` says, - being stdout, which is then JSON alone.
+
+    Raises ConfigError.
+    """
+    print(text, file=sys.stderr if json_to == "-" else sys.stdout)
+    if json_to:
+        write_json(json_to, figures)
 
 
 def write_json(path: str, value: object) -> None:

@@ -6,14 +6,13 @@ Knows flags and files. Knows nothing of how findings are made.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.explain.findings import explain, read
+from kvreuse.ops.files import show, write_text
 from kvreuse.telemetry.page import render
 
 __all__ = ["add_parser", "run"]
@@ -25,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("log", metavar="LOGFILE", help="lines of the request log; - is stdin")
     parser.add_argument("--json", metavar="FILE", help="write the findings there, - is stdout")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with plots there")
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,16 +35,9 @@ def run(args: argparse.Namespace) -> int:
             f"{args.log} holds no line of a request\nhint: the log is what kvreuse serve writes to stdout"
         )
     found = explain(records)
-    print("\n".join(table(found)), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json == "-":
-        print(json.dumps(found, indent=2))
-    try:
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        if args.html is not None:
-            args.html.write_text(render("explain.html", found), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from error
+    show("\n".join(table(found)), found, json_to=args.json)
+    if args.html is not None:
+        write_text(args.html, render("explain.html", found))
     return 0
 
 

@@ -27,6 +27,7 @@ _ADVICE = {
 }
 
 Record = Mapping[str, Any]
+Times = dict[str, float | None]
 
 
 def read(lines: Iterable[str]) -> list[Record]:
@@ -50,13 +51,12 @@ def explain(records: Sequence[Record]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "num_requests": len(records),
         "num_failed": sum(record.get("status", 200) >= 400 for record in records),
-        "failures": dict(Counter(r["error"] for r in records if r.get("error")).most_common()),
+        "failures": _counts(records, "error"),
         "hit_rate": _hit_rate(timed),
-        "misses": dict(Counter(r["miss_reason"] for r in timed if r.get("miss_reason")).most_common()),
+        "misses": _counts(timed, "miss_reason"),
         "lookup_share": sum(r.get("lookup_ms", 0) for r in timed) / total_ms if total_ms else None,
         "ttft_ms": _times(timed, "ttft_ms"),
-        "ttft_hit_ms": _times([r for r in timed if r["cached_tokens"]], "ttft_ms"),
-        "ttft_miss_ms": _times([r for r in timed if not r["cached_tokens"]], "ttft_ms"),
+        **_by_outcome(timed),
         "queue_ms": _times(timed, "queue_ms"),
         "hours": _hours(timed),
         "templates": [
@@ -64,9 +64,7 @@ def explain(records: Sequence[Record]) -> dict[str, Any]:
                 "name": name,
                 "num_requests": len(group),
                 "hit_rate": _hit_rate(group),
-                "diverged_at": Counter(r["diverged_at"] for r in group if r.get("diverged_at") is not None).most_common(
-                    _MAX_POSITIONS
-                ),
+                "diverged_at": list(_counts(group, "diverged_at").items())[:_MAX_POSITIONS],
                 "hours": _hours(group),
             }
             for name, group in sorted(by_template.items(), key=lambda item: -len(item[1]))
@@ -89,8 +87,7 @@ def _hours(records: Sequence[Record]) -> list[dict[str, Any]]:
             "hour": hour,
             "num_requests": len(group),
             "hit_rate": _hit_rate(group),
-            "ttft_hit_ms": _times([r for r in group if r["cached_tokens"]], "ttft_ms")["p50"],
-            "ttft_miss_ms": _times([r for r in group if not r["cached_tokens"]], "ttft_ms")["p50"],
+            **{name: times["p50"] for name, times in _by_outcome(group).items()},
         }
         for hour, group in sorted(by_hour.items())
     ]
@@ -101,7 +98,18 @@ def _hit_rate(records: Sequence[Record]) -> float | None:
     return sum(record["cached_tokens"] for record in records) / num_tokens if num_tokens else None
 
 
-def _times(records: Sequence[Record], field: str) -> dict[str, float | None]:
+def _counts(records: Iterable[Record], field: str) -> dict[Any, int]:
+    """How often each value of a field was seen, most often first."""
+    values = (record.get(field) for record in records)
+    return dict(Counter(value for value in values if value is not None).most_common())
+
+
+def _by_outcome(records: Sequence[Record]) -> dict[str, Times]:
+    hits, misses = ([r for r in records if bool(r["cached_tokens"]) is is_hit] for is_hit in (True, False))
+    return {"ttft_hit_ms": _times(hits, "ttft_ms"), "ttft_miss_ms": _times(misses, "ttft_ms")}
+
+
+def _times(records: Sequence[Record], field: str) -> Times:
     ordered = sorted(record[field] for record in records)
     return {"count": len(ordered), "p50": _quantile(ordered, 0.5), "p99": _quantile(ordered, 0.99)}
 

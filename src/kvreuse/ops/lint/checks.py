@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from kvreuse.ops.lint.prompts import Prompt, Splitter
-from kvreuse.ops.lint.report import Finding, Group
 
-__all__ = ["check_conversations", "check_group"]
+__all__ = ["Finding", "Group", "check_conversations", "check_group"]
 
 _MAX_COMPARED, _MAX_TOKENS = 6, 4000  # a diff is quadratic
 _MIN_RUN = 4  # equal tokens between two differences that make them two
@@ -41,6 +41,28 @@ _ADVICE = {
     "id": "an id stands before shared text: move it to the end or leave it out",
     "variable": "a variable stands before shared text: put the text that all share first and the variables last",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One fault. at_token: where prompts part because of it; saves_tokens: prompt tokens that mending it would hit."""
+
+    kind: str
+    advice: str
+    where: str = ""
+    group: int | None = None
+    at_token: int | None = None
+    saves_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Near-duplicates. shared_tokens: tokens from the start that all have; next_texts: how two of them go on."""
+
+    number: int
+    num_prompts: int
+    shared_tokens: int
+    next_texts: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +105,11 @@ def check_group(
             if kind not in findings:
                 findings[kind] = Finding(kind=kind, advice=_ADVICE[kind], where=where, group=number,
                                          at_token=difference.at_token, saves_tokens=saves)  # fmt: skip
-    if not findings:
-        findings |= {f.kind: f for f in _check_blocks(number, shared[len(shared) // 2], len(others), block_size)}
+    found = list(findings.values()) or list(
+        _check_blocks(number, shared[len(shared) // 2], len(others), block_size))  # fmt: skip
     least = min(others, key=lambda other: _common(first, other))
-    next_texts = tuple(text.prompt.text[text.at(shared[0]) :][:_REACH] for text in (first, least))
-    return Group(number=number, num_prompts=len(texts), shared_tokens=shared[0],
-                 next_texts=(next_texts[0], next_texts[1])), list(findings.values())  # fmt: skip
+    next_texts = [text.prompt.text[text.at(shared[0]) :][:_REACH] for text in (first, least)]
+    return Group(number=number, num_prompts=len(texts), shared_tokens=shared[0], next_texts=next_texts), found
 
 
 def check_conversations(prompts: Sequence[Prompt]) -> Iterator[Finding]:
@@ -118,8 +139,7 @@ def _thinks(message: Mapping[str, Any]) -> bool:
 
 
 def _common(first: _Text, other: _Text) -> int:
-    pairs = zip(first.tokens, other.tokens, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(1 for _ in takewhile(bool, map(eq, first.tokens, other.tokens)))
 
 
 def _differences(first: _Text, other: _Text) -> Iterator[_Difference]:

@@ -6,12 +6,12 @@ Knows flags and files. Knows nothing of how faults are found.
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from kvreuse.ops.bench.numbers import at_least
-from kvreuse.ops.files import read_lines, write_json
-from kvreuse.ops.lint import report
-from kvreuse.ops.lint.checks import check_conversations, check_group
+from kvreuse.ops.files import read_lines, show
+from kvreuse.ops.lint.checks import Finding, Group, check_conversations, check_group
 from kvreuse.ops.lint.groups import group_similar
 from kvreuse.ops.lint.prompts import Prompt, read_prompts, splitter
 from kvreuse.ops.lint.template import ChatTemplate, check_template, plain
@@ -40,15 +40,15 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(read_lines(args.file), render=template or plain)
     findings, groups, num_tokens = lint(prompts, template=template, tokenizer=args.tokenizer,
                                         block_size=args.block_size, threshold=args.similarity)  # fmt: skip
-    print(report.text(findings, groups, num_tokens=num_tokens), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, report.figures(findings, groups, num_tokens=num_tokens))
+    figures = {"prompt_tokens": num_tokens, "findings": [asdict(finding) for finding in findings],
+               "groups": [asdict(group) for group in groups]}  # fmt: skip
+    show(_text(findings, groups, num_tokens=num_tokens), figures, json_to=args.json)
     return _FOUND if findings else 0
 
 
 def lint(
     prompts: list[Prompt], *, template: ChatTemplate | None, tokenizer: str | None, block_size: int, threshold: float
-) -> tuple[list[report.Finding], list[report.Group], int]:
+) -> tuple[list[Finding], list[Group], int]:
     """Findings, groups and the number of prompt tokens."""
     split = splitter(tokenizer)
     findings = list(check_template(template)) if template else []
@@ -59,3 +59,21 @@ def lint(
         groups.append(group)
         findings += found
     return findings, groups, sum(len(split(prompt.text)[0]) for prompt in prompts)
+
+
+def _text(findings: Sequence[Finding], groups: Sequence[Group], *, num_tokens: int) -> str:
+    """For people: most tokens first."""
+    lines = [
+        f"group {group.number}: {group.num_prompts} prompts share {group.shared_tokens:,} tokens, then "
+        f"{group.next_texts[0]!r} | {group.next_texts[1]!r}"
+        for group in groups
+    ]
+    for finding in sorted(findings, key=lambda finding: -finding.saves_tokens):
+        place = "" if finding.group is None else f" in group {finding.group}"
+        place += "" if finding.at_token is None else f" at token {finding.at_token:,}"
+        lines.append(f"\n{finding.kind}{place}: {finding.advice}")
+        lines += [f"  found: {finding.where!r}"] if finding.where else []
+        if finding.saves_tokens:
+            share = finding.saves_tokens / max(num_tokens, 1)
+            lines.append(f"  saves: {finding.saves_tokens:,} of {num_tokens:,} prompt tokens ({share:.0%})")
+    return "\n".join([*lines, "" if findings else "nothing to change"]).strip()

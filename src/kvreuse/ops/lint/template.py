@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvreuse.engine.tokenizer import RENDER_ERRORS
 from kvreuse.errors import ConfigError
-from kvreuse.ops.lint.report import Finding
+from kvreuse.ops.lint.checks import Finding
 
 __all__ = ["ChatTemplate", "check_template", "plain"]
 
@@ -37,11 +37,9 @@ class ChatTemplate:
     """Renders as Transformers does, except that the day is ours. Raises ConfigError for a broken template."""
 
     def __init__(self, source: str) -> None:
-        self._now = _DAYS[0]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = self._strftime
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
@@ -52,12 +50,10 @@ class ChatTemplate:
         """From a .jinja file, a tokenizer_config.json, or a folder with either."""
         place = Path(path)
         if place.is_dir():
-            found = [
-                place / name for name in ("chat_template.jinja", "tokenizer_config.json") if (place / name).is_file()
-            ]
-            if not found:
+            found = [place / "chat_template.jinja", place / "tokenizer_config.json"]
+            place = next(filter(Path.is_file, found), place)
+            if place.is_dir():
                 raise ConfigError(f"there is no chat template in {path}")
-            place = found[0]
         try:
             text = place.read_text(encoding="utf-8")
         except OSError as error:
@@ -66,26 +62,23 @@ class ChatTemplate:
             text = json.loads(text).get("chat_template") or ""
         return cls(text)
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, moment: int = 0
+    ) -> str:
         try:
             return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
-            )
+                messages=list(messages), tools=tools, add_generation_prompt=True, bos_token="<s>", eos_token="</s>",
+                strftime_now=_DAYS[moment].strftime,
+            )  # fmt: skip
         except RENDER_ERRORS as error:
             raise ConfigError(f"the chat template refuses these messages: {error}") from error
 
-    def _strftime(self, pattern: str) -> str:
-        return self._now.strftime(pattern)
-
     def at(self, moment: int, messages: Sequence[Mapping[str, Any]]) -> str:
         """As it reads on the first or the second of two days; empty when it refuses the messages."""
-        self._now = _DAYS[moment]
         try:
-            return self(messages, None)
+            return self(messages, None, moment=moment)
         except ConfigError:
             return ""
-        finally:
-            self._now = _DAYS[0]
 
 
 def plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:

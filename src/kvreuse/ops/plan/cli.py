@@ -6,13 +6,12 @@ Knows flags, tables and SVG. Knows nothing of how a fleet is found.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from math import log
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.numbers import at_least
-from kvreuse.ops.files import write_json, write_text
+from kvreuse.ops.files import show, write_text
 from kvreuse.ops.plan.hardware import read_instance_types, read_model
 from kvreuse.ops.plan.planner import Plan, Planner
 from kvreuse.ops.trace import add_trace_flags, read_trace_of
@@ -48,19 +47,18 @@ def run(args: argparse.Namespace) -> int:
     is_possible = planner.ceiling >= args.target
     plan = planner.plan(args.target, types, model, memory_ratio=args.memory_ratio) if is_possible else None
     curve = {capacity: planner.demand(1, 0).hit_rate(capacity) for capacity in _CAPACITIES}
-    out = sys.stderr if args.json == "-" else sys.stdout
-    print(f"KV per token: {model.kv_bytes_per_token:,} bytes", file=out)
-    print(f"hit rate without bound: {planner.ceiling:.1%}; the rest are tokens that nobody said before", file=out)
-    print(
-        "one cache: " + ", ".join(f"{c:,} tokens {rate:.1%}" for c, rate in curve.items() if str(c)[0] == "1"), file=out
-    )
-    print(_table(plan) if plan else _refusal(planner, args.target, is_possible=is_possible), file=out)
+    lines = [
+        f"KV per token: {model.kv_bytes_per_token:,} bytes",
+        f"hit rate without bound: {planner.ceiling:.1%}; the rest are tokens that nobody said before",
+        "one cache: " + ", ".join(f"{c:,} tokens {rate:.1%}" for c, rate in curve.items() if str(c)[0] == "1"),
+        _table(plan) if plan else _refusal(planner, args.target, is_possible=is_possible),
+    ]
+    figures = {"plan": asdict(plan) if plan else None, "ceiling": planner.ceiling, "curve": curve,
+               "kv_bytes_per_token": model.kv_bytes_per_token,
+               "blame": [asdict(blame) for blame in planner.blame()]}  # fmt: skip
+    show("\n".join(lines), figures, json_to=args.json)
     if args.plot:
         write_text(args.plot, _svg({"one cache": curve} | _fleet_curve(planner, plan)))
-    if args.json:
-        blames = [asdict(blame) for blame in planner.blame()]
-        write_json(args.json, {"plan": asdict(plan) if plan else None, "ceiling": planner.ceiling, "curve": curve,
-                               "kv_bytes_per_token": model.kv_bytes_per_token, "blame": blames})  # fmt: skip
     return 0 if plan else 1
 
 

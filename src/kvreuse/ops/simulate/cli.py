@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from kvreuse.cache.policy import POLICIES
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.numbers import at_least
-from kvreuse.ops.files import read_json, write_json
+from kvreuse.ops.files import read_json, show
 from kvreuse.ops.simulate.fleet import FleetEvent, Outcome, simulate
 from kvreuse.ops.simulate.instance import Costs, RemoteTier, Settings
 from kvreuse.ops.simulate.routing import ROUTINGS, Router
@@ -53,9 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     trace = read_trace_of(args)
     outcomes = {routing: _simulate(trace, args, routing) for routing in args.routing or ROUTINGS}
-    print(table(outcomes), file=sys.stderr if args.json == "-" else sys.stdout)
-    if args.json:
-        write_json(args.json, {routing: asdict(outcome) for routing, outcome in outcomes.items()})
+    figures = {routing: asdict(outcome) for routing, outcome in outcomes.items()}
+    show(table(outcomes), figures, json_to=args.json)
     return 0
 
 

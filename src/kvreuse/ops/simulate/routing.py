@@ -6,29 +6,17 @@ Knows instances by number and load. Knows nothing of caches or time.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from kvreuse.ops.simulate.instance import Instance
 from kvreuse.ops.trace import TraceRequest
 
 __all__ = ["BYTES_PER_TOKEN", "ROUTINGS", "Router", "home", "prefix_key"]
 
 ROUTINGS = ("RANDOM", "LEAST_OUTSTANDING_REQUESTS", "PREFIX_AWARE", "SESSION")
 BYTES_PER_TOKEN = 4  # of English text in a request body
-
-
-class Target(Protocol):
-    """What a router sees of an instance."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def num_in_flight(self) -> int: ...
-
-
-T = TypeVar("T", bound=Target)
 
 
 def prefix_key(request: TraceRequest, *, prefix_length: int, block_size: int) -> Hashable:
@@ -47,25 +35,20 @@ class Router:
 
     def __init__(self, routing: str, *, block_size: int, prefix_length: int = 4096, threshold: int = 1024) -> None:
         self._chance = random.Random(0)
-        self._choose: Callable[[TraceRequest, Sequence[Target]], int] = {
-            "RANDOM": lambda request, targets: self._chance.choice(targets).number,
-            "LEAST_OUTSTANDING_REQUESTS": lambda request, targets: _least_loaded(targets),
-            "PREFIX_AWARE": self._by_prefix,
-            "SESSION": lambda request, targets: home(request.session, [target.number for target in targets]),
-        }[routing]
-        self._prefix_length, self._block_size, self._threshold = prefix_length, block_size, threshold
+        self._routing, self._block_size = routing, block_size
+        self._prefix_length, self._threshold = prefix_length, threshold
 
-    def choose(self, request: TraceRequest, targets: Sequence[T]) -> T:
+    def choose(self, request: TraceRequest, targets: Sequence[Instance]) -> Instance:
         """One of at least one target."""
-        number = self._choose(request, targets)
-        return next(target for target in targets if target.number == number)
-
-    def _by_prefix(self, request: TraceRequest, targets: Sequence[Target]) -> int:
-        key = prefix_key(request, prefix_length=self._prefix_length, block_size=self._block_size)
+        if self._routing == "RANDOM":
+            return self._chance.choice(targets)
+        least_loaded = min(targets, key=lambda target: target.num_in_flight)
+        if self._routing == "LEAST_OUTSTANDING_REQUESTS":
+            return least_loaded
+        key: Hashable = request.session
+        if self._routing == "PREFIX_AWARE":
+            key = prefix_key(request, prefix_length=self._prefix_length, block_size=self._block_size)
         number = home(key, [target.number for target in targets])
-        is_full = any(t.number == number and t.num_in_flight >= self._threshold for t in targets)
-        return _least_loaded(targets) if is_full else number
-
-
-def _least_loaded(targets: Sequence[Target]) -> int:
-    return min(targets, key=lambda target: target.num_in_flight).number
+        at_home = next(target for target in targets if target.number == number)
+        is_full = self._routing == "PREFIX_AWARE" and at_home.num_in_flight >= self._threshold
+        return least_loaded if is_full else at_home
