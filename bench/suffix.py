@@ -40,7 +40,6 @@ class BareForward:
 
         torch.set_num_threads(num_threads)
         self._torch = torch
-        self._num_prefix = len(prefix_ids)
         self._model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=getattr(torch, dtype)).eval()
         self._cache = DynamicCache(config=self._model.config)
         self._forward(prefix_ids)
@@ -50,7 +49,7 @@ class BareForward:
         began_at = time.perf_counter()
         self._forward(own_ids)
         took_s = time.perf_counter() - began_at
-        self._cache.crop(self._num_prefix)
+        self._cache.crop(-len(own_ids))
         return took_s
 
     def _forward(self, ids: list[int]) -> int:
