@@ -14,7 +14,7 @@ from bench.plot import Bars
 from bench.spread import Spread, percentile, spread_of
 from bench.table import Results, Table
 
-__all__ = ["peer_spread", "peer_tables", "title_of"]
+__all__ = ["peer_spread", "peer_tables"]
 
 _HEAD = (
     "at a time", "peer", "output tokens/s", "TTFT cold p50, ms", "p99", "TTFT hit p50, ms", "p99", "CPU s/request",
@@ -75,11 +75,11 @@ def peer_spread(results: Results, figure: str, *, peer: str, dtype: str, concurr
     return spread_of([number for run in runs if (number := value(run)) is not None])
 
 
-def title_of(peers: Mapping[str, Any], peer: str) -> str:
-    """Its name and, where it is known, its version."""
-    versions = [run["version"] for run in peers["runs"] if run["peer"] == peer and run.get("version")]
-    title = PEERS[peer].title
-    return f"{title} ({versions[0].removeprefix(title).strip()})" if versions else title
+def _versions(peers: Mapping[str, Any]) -> str:
+    """Those that peers told, each behind the name where it does not say it itself."""
+    told = {run["peer"]: run["version"] for run in peers["runs"] if run.get("version")}
+    named = (version if version[:1].isupper() else f"{PEERS[peer].title} {version}" for peer, version in told.items())
+    return "; ".join(dict.fromkeys(named))
 
 
 def _runs(peers: Mapping[str, Any], **wanted: object) -> list[Run]:
@@ -102,7 +102,7 @@ def _rows(peers: Mapping[str, Any], dtype: str, concurrency: int) -> Iterator[li
             ]
             equal, sent = sum(run["num_equal"] for run in runs), [run["num_requests"] for run in runs]
             counts = str(min(sent)) if min(sent) == max(sent) else f"{min(sent)} to {max(sent)}"
-            yield [str(concurrency), title_of(peers, peer), *cells, f"{equal} of {sum(sent)}", counts, str(len(runs))]
+            yield [str(concurrency), PEERS[peer].title, *cells, f"{equal} of {sum(sent)}", counts, str(len(runs))]
 
 
 def _plot(peers: Mapping[str, Any], dtype: str) -> Bars:
@@ -129,7 +129,7 @@ def _single(peers: Mapping[str, Any]) -> Table:
         }
         groups[dtype] = {PEERS[peer].title: spread for peer, spread in spreads.items() if spread}
     rows = [
-        [title_of(peers, peer), *(_shown(groups[dtype].get(PEERS[peer].title)) for dtype in DTYPES)]
+        [PEERS[peer].title, *(_shown(groups[dtype].get(PEERS[peer].title)) for dtype in DTYPES)]
         for peer in PEERS
         if any(PEERS[peer].title in group for group in groups.values())
     ]
@@ -152,8 +152,10 @@ def _note(peers: Mapping[str, Any], dtype: str) -> str:
     notes = [
         f"Every run: {settings['workload']}. Each peer has {settings['num_threads']} thread(s) and begins with an "
         "empty cache. Cold: first sight of a template; hit: any later one, also while the first is still computed. "
-        "Equal texts: the same as plain Transformers in float32.",
+        f"Equal texts: the same as plain Transformers in float32. Versions: {_versions(peers)}.",
     ]
+    if settings["is_quick"]:
+        notes.insert(0, "A quick run, to see that all works and not to compare.")
     failed: Sequence[Run] = [run for run in peers["runs"] if "error" in run and run["dtype"] == dtype]
     notes += [f"{PEERS[run['peer']].title} at {run['concurrency']}: failed: {run['error']}." for run in failed]
     if settings["left_out"]:
