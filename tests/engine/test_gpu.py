@@ -1,11 +1,13 @@
-"""The same promises on a CUDA device: parity with plain generate, sharing, reuse across requests."""
+"""The same promises on a CUDA device: parity with plain generate, sharing, reuse across requests, and the kernel."""
 
 import pytest
 import torch
 
 from kvreuse.config import Config
+from kvreuse.engine.attention.self_test import choose_cuda
 from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.loader import load_model
+from kvreuse.kv.layout import KVLayout, LayerSpec
 from tests.engine.harness import generate, plain_demo, running_engine, send
 
 pytestmark = pytest.mark.gpu
@@ -21,8 +23,11 @@ def _loaded(dtype):
 
 
 @pytest.fixture
-def exact_matmul(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_matmul():
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    yield
+    matmul.allow_tf32 = before
 
 
 @pytest.mark.usefixtures("exact_matmul")
@@ -43,3 +48,37 @@ def test_a_hit_in_bfloat16_predicts_what_the_cold_request_did():
         assert hit.facts.cached_tokens == 5 * B
         first = [done.completions[0].logprobs[0].logprob for done in (cold, hit)]
         assert first[0] == pytest.approx(first[1], abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(3, 3, 64), (8, 4, 128), (2, 1, 256), (1, 8, 96)])
+def test_torch_has_a_kernel_that_reads_the_slabs_in_place(dtype, kv_heads, group, head_dim):
+    spec = LayerSpec(
+        num_kv_heads=kv_heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        num_query_heads=kv_heads * group,
+        dtype=dtype,
+        device=torch.device("cuda", 0),
+        window=100,
+        has_sinks=True,
+    )
+    assert choose_cuda(KVLayout((spec,))).name == "cuda"
+    assert choose_cuda(KVLayout((spec,)), is_gathering=True).name == "cuda-gather"
+
+
+def _first_logprobs(backend):
+    """Of prompts of many lengths that share what they can, first computed all at once, then on what is stored."""
+    ids = [7 + i * 7919 % 40000 for i in range(max(LENGTHS))]
+    options = {"kv_cache_block_size": B, "kv_cache_memory_bytes": 2**28, "attention_backend": backend}
+    with running_engine(_loaded("bfloat16"), **options) as engine:
+        logprobs = []
+        for _ in range(2):
+            answers = [send(engine, ids[:length], num_new=1, logprobs=0) for length in LENGTHS]
+            logprobs += [answer.result().completions[0].logprobs[0].logprob for answer in answers]
+        return logprobs
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cuda-gather"])
+def test_a_whole_model_predicts_what_it_does_on_the_reference(backend):
+    assert _first_logprobs(backend) == pytest.approx(_first_logprobs("reference"), abs=0.3)

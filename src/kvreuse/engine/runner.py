@@ -53,7 +53,7 @@ class Runner:
         return [items[i] for i in sampled], output.logits[0, : len(sampled)].float()
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self._device)
+        return torch.tensor(values, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
 
 
 def _pack(batch: Sequence[Scheduled]) -> tuple[list[Scheduled], list[StepSlice]]:

@@ -29,7 +29,8 @@ MAX_COPIED = 2**16
 
 # `torch.nn.attention.varlen.varlen_attn` for grouped heads: (query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
 # scale, window_size, seqused_k) -> output (n, query_heads, head_dim) and log-sum-exp (query_heads, n), float32.
-Kernel = Callable[..., tuple[Tensor, Tensor]]
+_Pair = tuple[Tensor, Tensor]
+Kernel = Callable[..., _Pair]
 # What the entries of one launch have in common: window_size; whether they have one row each (with such alone the kernel
 # stacks the heads of a group and splits long runs); which copy they read, 0 for none, in place.
 _Kind = tuple[tuple[int, int], bool, int]
@@ -95,9 +96,7 @@ class CUDABackend:
         parts = [self._run(launch, rows, slabs, scaling=scaling) for launch in prepared.launches]
         return _merged(parts, prepared, sinks).to(query.dtype).unsqueeze(0)
 
-    def _run(
-        self, launch: _Launch, rows: Tensor, slabs: tuple[Tensor, ...], *, scaling: float
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, launch: _Launch, rows: Tensor, slabs: _Pair, *, scaling: float) -> _Pair:
         keys, values = (slab.index_select(0, launch.keys) if launch.is_copied else slab for slab in slabs)
         return self._kernel(
             *(rows.index_select(0, launch.rows), keys, values, launch.cu_q, launch.cu_k, launch.max_q, launch.max_k),
@@ -183,7 +182,7 @@ def _on(device: torch.device, tensor: Tensor) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def _merged(parts: Sequence[tuple[Tensor, Tensor]], prepared: _Prepared, sinks: Tensor | None) -> Tensor:
+def _merged(parts: Sequence[_Pair], prepared: _Prepared, sinks: Tensor | None) -> Tensor:
     """The weighted mean of each row's partial results: (T, query_heads, head_dim)."""
     if len(parts) == len(prepared.parts) == 1 and sinks is None:
         return parts[0][0]
