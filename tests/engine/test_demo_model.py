@@ -58,15 +58,6 @@ def test_a_second_call_makes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-def test_a_half_made_folder_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "_convert", small_folder)
-    folder = demo_model_path(tmp_path)
-    (folder / demo_model.STAMP).unlink()
-    (folder / "left_over").touch()
-    assert demo_model_path(tmp_path) == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", demo_model.STAMP]
-
-
 def test_a_failed_making_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_model, "_convert", refuse)
     with pytest.raises(ConfigError, match=r"cannot be written to .*: No space left"):

@@ -156,7 +156,7 @@ def test_a_group_is_waited_for_until_it_is_full_or_time_is_up():
     world.add("a", [*template, 1])
     world.add("b", [*template, 2])
     assert world.step() == {}
-    assert world.scheduler.held_until_s() == 2.0
+    assert world.scheduler.idle_s() == 2.0
     world.add("c", [*template, 3])
     assert list(world.step()) == ["a"]  # full; the others wait for a's blocks
     assert list(world.step()) == ["a", "b", "c"]

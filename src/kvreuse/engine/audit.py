@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,14 +23,6 @@ log = logging.getLogger("kvreuse.audit")
 
 # Audits that wait or run at the same time: they are paid for by the requests beside them.
 MAX_PENDING = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Hit:
-    """What a hit predicted for its first token."""
-
-    logits: Tensor
-    num_cached_tokens: int
 
 
 class Auditor:
@@ -52,7 +44,7 @@ class Auditor:
         self._start = start
         self._on_mismatch = on_mismatch
         self._random = random.Random()
-        self._pending: dict[Sequence, _Hit] = {}
+        self._pending: dict[Sequence, tuple[Tensor, int]] = {}  # of the hit: its logits, its cached tokens
         self.num_audits = 0
         self.num_mismatches = 0
 
@@ -60,8 +52,8 @@ class Auditor:
         """The next token of a sequence is about to be chosen from `logits` (vocabulary,)."""
         hit = self._pending.pop(sequence, None)
         if hit is not None:
-            self._compare(sequence, hit, logits)
-        elif self._is_due(sequence):
+            self._compare(sequence, logits, *hit)
+        elif sequence.lease is not None and self._is_due(sequence, sequence.lease.num_cached_tokens):
             request = replace(
                 sequence.request,
                 request_id=f"audit-{sequence.request.request_id}",
@@ -69,29 +61,26 @@ class Auditor:
                 reuse=False,
             )
             recomputed = self._start(Answers(request, lambda event: None, time.monotonic))
-            assert sequence.lease is not None
-            self._pending[recomputed] = _Hit(logits.clone(), sequence.lease.num_cached_tokens)
+            self._pending[recomputed] = logits.clone(), sequence.lease.num_cached_tokens
 
-    def _is_due(self, sequence: Sequence) -> bool:
+    def _is_due(self, sequence: Sequence, num_cached_tokens: int) -> bool:
         """Whether this is the first token of a hit, and one that the rate picks."""
-        lease = sequence.lease
-        if lease is None or not lease.num_cached_tokens or sequence.num_generated_tokens or sequence.index:
-            return False
-        if self._random.random() >= self._rate:
+        is_first_of_hit = num_cached_tokens and not (sequence.num_generated_tokens or sequence.index)
+        if not is_first_of_hit or self._random.random() >= self._rate:
             return False
         self._pending = {audit: hit for audit, hit in self._pending.items() if not audit.is_finished}
         return len(self._pending) < MAX_PENDING
 
-    def _compare(self, sequence: Sequence, hit: _Hit, logits: Tensor) -> None:
+    def _compare(self, sequence: Sequence, logits: Tensor, predicted: Tensor, num_cached_tokens: int) -> None:
         self.num_audits += 1
-        difference = float((logits - hit.logits).abs().max())
+        difference = float((logits - predicted).abs().max())
         if difference <= self._tolerance:
             return
         self.num_mismatches += 1
         log.error(
             "AuditMismatch: request %s, %d cached tokens, last block %s: logits differ by %.3g; what is stored is gone",
             sequence.request.request_id.removeprefix("audit-"),
-            hit.num_cached_tokens,
+            num_cached_tokens,
             sequence.hashes()[-1].hex() if sequence.hashes() else "",
             difference,
         )

@@ -5,9 +5,7 @@ Knows the package, its GGUF file and the user's cache folder. Knows nothing of h
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -30,19 +28,18 @@ PACKAGE_VERSION = "0.1.2"
 MAX_MODEL_LEN = 8192
 # Raise it when what is written below changes: older folders are then left alone and a new one is made.
 LAYOUT_VERSION = 1
-STAMP = "kvreuse_demo.json"
 
 
 def demo_model_path(cache_dir: Path | None = None) -> Path:
     """The folder of the checkpoint (config, safetensors, tokenizer, chat template, generation config).
 
-    The first call converts the packaged GGUF file (about 20 s, 260 MiB); later ones only look for the stamp.
+    The first call converts the packaged GGUF file (about 20 s, 260 MiB); later ones find it.
     Several processes may call it at once. `cache_dir` replaces the user's own.
     Raises ConfigError when the package is not installed or the folder cannot be written.
     """
     root = cache_dir if cache_dir is not None else user_cache_dir()
     folder = root / f"smollm2-135m-instruct-v{LAYOUT_VERSION}"
-    if not (folder / STAMP).is_file():
+    if not folder.is_dir():
         source = _packaged_gguf()
         try:
             _make_atomically(source, folder)
@@ -70,14 +67,11 @@ def _make_atomically(source: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temp:
         made = Path(temp) / "model"
         _convert(source, made)
-        (made / STAMP).write_text(json.dumps({"layout_version": LAYOUT_VERSION, "source": source.name}))
-        if folder.exists() and not (folder / STAMP).is_file():
-            shutil.rmtree(folder)
         try:
             made.rename(folder)
         except OSError:
             # Another process was quicker; its folder is as good as ours.
-            if not (folder / STAMP).is_file():
+            if not folder.is_dir():
                 raise
 
 

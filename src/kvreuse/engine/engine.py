@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -119,7 +120,7 @@ class Engine:
             time.sleep(0.02)
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._inbox.put(_end_thread)
+        self._inbox.put(sys.exit)  # it ends only the thread that calls it
         self._thread.join(timeout=10)
         if self._parts.lower is not None:
             self._parts.lower.stack.close()
@@ -149,7 +150,7 @@ class Engine:
                 self._read_inbox()
                 self._upkeep()
                 self._step()
-        except _EndThread:
+        except SystemExit:  # `stop` asked for it
             pass
         except Exception:
             log.exception("the engine died")
@@ -160,23 +161,13 @@ class Engine:
 
     def _read_inbox(self) -> None:
         """Do what was asked; sleep here while there is nothing to compute."""
-        scheduler = self._parts.scheduler
-        is_idle = not scheduler.num_running
-        if is_idle and scheduler.num_waiting:
-            held_until_s = scheduler.held_until_s()
-            is_idle = held_until_s is not None and held_until_s > self._clock()
+        idle_s = min(max(self._parts.scheduler.idle_s(), 0.0), IDLE_WAIT_S)
         try:
-            self._inbox.get(block=is_idle, timeout=self._idle_wait_s())()
+            self._inbox.get(timeout=idle_s)()
             while True:
                 self._inbox.get_nowait()()
         except queue.Empty:
             pass
-
-    def _idle_wait_s(self) -> float:
-        held_until_s = self._parts.scheduler.held_until_s()
-        if held_until_s is None:
-            return IDLE_WAIT_S
-        return min(max(held_until_s - self._clock(), 0.0), IDLE_WAIT_S)
 
     def _upkeep(self) -> None:
         if self._clock() >= self._next_upkeep_s:
@@ -286,11 +277,3 @@ class Engine:
             # The listener is gone or broken: nobody waits for this request any more.
             log.exception("a listener failed")
             self.abort(answers.request.request_id)
-
-
-class _EndThread(BaseException):
-    """Leaves the engine's loop."""
-
-
-def _end_thread() -> None:
-    raise _EndThread

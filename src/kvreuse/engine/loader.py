@@ -6,10 +6,11 @@ Knows checkpoints, devices and what the attention backends can do. Knows nothing
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,8 +31,6 @@ SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError)
 NO_MAX_LENGTH = 10**9  # tokenizers without a limit say 1e30
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,22 +57,19 @@ def load_model(config: Config, *, device: torch.device, attn_implementation: str
     """
     source = _source(config.model_id)
     trusted = {"trust_remote_code": config.trust_remote_code}
-    with quiet_transformers():
-        hf_config = _load(source, lambda: AutoConfig.from_pretrained(source, **trusted))
-        tokenizer = Tokenizer(_load(source, lambda: AutoTokenizer.from_pretrained(source, **trusted)))
+    with quiet_transformers(), _loading(source):
+        hf_config = AutoConfig.from_pretrained(source, **trusted)
+        tokenizer = Tokenizer(AutoTokenizer.from_pretrained(source, **trusted))
         max_model_len = _max_model_len(hf_config, tokenizer, config.max_model_len)
         check_supported(hf_config, max_model_len=max_model_len)
-        model, info = _load(
+        model, info = AutoModelForCausalLM.from_pretrained(
             source,
-            lambda: AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype="auto" if config.dtype == "auto" and device.type != "cpu" else _dtype(config.dtype),
-                device_map=_device_map(device),
-                attn_implementation=attn_implementation,
-                use_safetensors=True,
-                output_loading_info=True,
-                **trusted,
-            ),
+            dtype=_dtype(config.dtype, device),
+            device_map=_device_map(device),
+            attn_implementation=attn_implementation,
+            use_safetensors=True,
+            output_loading_info=True,
+            **trusted,
         )
     _check_loaded(model, sorted(info["missing_keys"]), source)
     model.eval()
@@ -90,43 +86,38 @@ def load_model(config: Config, *, device: torch.device, attn_implementation: str
 
 def check_supported(hf_config: Any, *, max_model_len: int) -> None:
     """Raise ConfigError for a Transformers config whose model would be served wrong; it names the reason."""
-    reason = next(_refusals(hf_config, max_model_len=max_model_len), None)
-    if reason is not None:
-        raise ConfigError(f"the model type {hf_config.model_type} cannot be served: {reason}")
-
-
-def _refusals(hf_config: Any, *, max_model_len: int) -> Iterator[str]:
     text = hf_config.get_text_config(decoder=True)
-    if getattr(hf_config, "is_encoder_decoder", False):
-        yield "it is an encoder-decoder model"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     has_own_code = "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {})
-    if model_class is None and not has_own_code:
-        yield "it is no causal language model"
     # Bloom knows no other positions, so its config does not mention them.
-    has_alibi = getattr(text, "alibi", False) or getattr(getattr(text, "attn_config", None), "alibi", False)
-    if has_alibi or text.model_type == "bloom":
-        yield "it uses ALiBi positions"
-    if getattr(text, "attn_logit_softcapping", None):
-        yield "it caps attention scores (attn_logit_softcapping)"
-    if getattr(text, "use_bidirectional_attention", False) is True:
-        yield "its attention looks ahead (use_bidirectional_attention)"
-    yield from _layer_refusals(text, is_recurrent=getattr(model_class, "_is_stateful", False))
-    if model_class is not None and not model_class._supports_attention_backend:
-        yield "its attention does not go through Transformers' attention interface"
-    yield from _rope_refusals(text, max_model_len=max_model_len)
-
-
-def _layer_refusals(text: Any, *, is_recurrent: bool) -> Iterator[str]:
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES)
-    if others:
-        yield f"it has layers of type {', '.join(others)}; served are full_attention and sliding_attention"
-    if is_recurrent:
-        yield "it has recurrent layers"
+    has_alibi = text.model_type == "bloom" or any(
+        getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None))
+    )
+    others = ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES))
+    refusals = {
+        "it is an encoder-decoder model": getattr(hf_config, "is_encoder_decoder", False),
+        "it is no causal language model": model_class is None and not has_own_code,
+        "it uses ALiBi positions": has_alibi,
+        "it caps attention scores (attn_logit_softcapping)": getattr(text, "attn_logit_softcapping", None),
+        "its attention looks ahead (use_bidirectional_attention)": (
+            getattr(text, "use_bidirectional_attention", False) is True
+        ),
+        f"it has layers of type {others}; served are full_attention and sliding_attention": others,
+        "it has recurrent layers": getattr(model_class, "_is_stateful", False),
+        "its attention does not go through Transformers' attention interface": (
+            model_class is not None and not model_class._supports_attention_backend
+        ),
+    }
+    reasons = [reason for reason, is_so in refusals.items() if is_so]
+    reasons += _rope_refusals(text, max_model_len=max_model_len)
+    if reasons:
+        raise ConfigError(f"the model type {hf_config.model_type} cannot be served: {reasons[0]}")
 
 
 def _rope_refusals(text: Any, *, max_model_len: int) -> Iterator[str]:
-    for rope in _rope_parameters(text):
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # One set of parameters, or one for each type of layer.
+    for rope in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
         kind = rope.get("rope_type", "default")
         if kind not in LENGTH_DEPENDENT_ROPE:
             continue
@@ -136,13 +127,6 @@ def _rope_refusals(text: Any, *, max_model_len: int) -> Iterator[str]:
                 f"its rotary frequencies ({kind}) change with the length beyond {limit} tokens\n"
                 f"hint: set option.max_model_len to at most {limit}"
             )
-
-
-def _rope_parameters(text: Any) -> list[dict[str, Any]]:
-    """One set of parameters, or one for each type of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
 
 
 def _max_model_len(hf_config: Any, tokenizer: Tokenizer, wanted: int | None) -> int:
@@ -188,17 +172,19 @@ def _source(model_id: str) -> str:
     return str(found[0])
 
 
-def _load(source: str, call: Callable[[], T]) -> T:
+@contextmanager
+def _loading(source: str) -> Iterator[None]:
     try:
-        return call()
+        yield
     except LOAD_ERRORS as error:
         log.debug("loading %s failed", source, exc_info=True)
         lines = str(error).strip().splitlines()
         raise ConfigError(f"cannot load {source}: {lines[0] if lines else type(error).__name__}") from error
 
 
-def _dtype(name: str) -> torch.dtype:
-    return {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(name, torch.float32)
+def _dtype(name: str, device: torch.device) -> str:
+    """`auto` is that of the checkpoint, but on a CPU float32."""
+    return "float32" if name == "auto" and device.type == "cpu" else name
 
 
 def _device_map(device: torch.device) -> Any:

@@ -6,7 +6,6 @@ slots, blocks and sequences. Knows nothing of queues or batches.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +28,6 @@ MIN_PATIENCE_S = 0.05
 MIN_MEASURED_TOKENS = 32
 
 
-OnArrival = Callable[[Sequence, int, Fetched], None]
-
-
 class LowerTiers:
     """Demotion and promotion for one pool."""
 
@@ -39,14 +35,8 @@ class LowerTiers:
         self.stack = stack
         self._pool = pool
         self._codec = codec
-        self._deadlines: dict[Sequence, float] = {}
         self.post: Callable[[Callable[[], None]], None] = lambda job: job()
         self.num_promoted_tokens = 0
-
-    @property
-    def num_loading(self) -> int:
-        """Sequences that wait for storage."""
-        return len(self._deadlines)
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters, per tier and of the flow between them."""
@@ -81,50 +71,38 @@ class LowerTiers:
             payload = self._codec.read(self._pool, slot)
             self.stack.offer(Block(key=key, tenant=tenant, token_bytes=token_bytes, payload=payload))
 
-    def load(self, sequence: Sequence, *, num_resident: int, on_arrival: OnArrival) -> bool:
-        """Begin to load what the tiers have beyond the resident tokens. False: nothing to wait for.
+    def load(
+        self, cache: PrefixCache, sequence: Sequence, *, num_resident: int, on_arrival: Callable[[Sequence], None]
+    ) -> float | None:
+        """Begin to load into `cache` what the tiers have beyond the resident tokens. None: nothing to wait for.
 
-        A sequence asks once. on_arrival(sequence, first_block, fetched) is posted to the engine's thread.
+        Returns for how many seconds to wait at most: then computing is quicker than what is still to come. A sequence
+        asks once. on_arrival(sequence) is called on the engine's thread.
         """
         if sequence.has_tried_tiers or not sequence.request.reuse:
-            return False
+            return None
         sequence.has_tried_tiers = True
         size = self._codec.block_size
         first, last = num_resident // size, (len(sequence.token_ids) - 1) // size
         keys = sequence.hashes()[first:last]
         num_blocks, load_ms = self.stack.forecast(keys)
         if not num_blocks:
-            return False
+            return None
         compute_ms = self.stack.costs.prefill_ms * num_blocks * size
         if load_ms > compute_ms:
             sequence.answers.is_load_slower = True
-            return False
-        step = size * TOKEN_BYTES
-        packed = pack_tokens(sequence.token_ids[first * size : last * size])
-        token_bytes = [packed[i : i + step] for i in range(0, len(packed), step)]
+            return None
+        token_bytes = [pack_tokens(sequence.token_ids[i * size : (i + 1) * size]) for i in range(first, last)]
 
-        def on_done(fetched: Fetched) -> None:
-            self.post(lambda: on_arrival(sequence, first, fetched))
+        def arrived(fetched: Fetched) -> None:
+            if fetched.blocks:
+                self._install(cache, sequence, first, fetched)
+            on_arrival(sequence)
 
-        if not self.stack.fetch(keys, token_bytes, on_done):
-            return False
-        self._deadlines[sequence] = time.monotonic() + max(compute_ms / 1e3, MIN_PATIENCE_S)
-        return True
+        is_asked = self.stack.fetch(keys, token_bytes, lambda fetched: self.post(lambda: arrived(fetched)))
+        return max(compute_ms / 1e3, MIN_PATIENCE_S) if is_asked else None
 
-    def forget(self, sequence: Sequence) -> bool:
-        """The sequence waits no more. True: it did."""
-        return self._deadlines.pop(sequence, None) is not None
-
-    def overdue(self) -> list[Sequence]:
-        """Who has waited long enough: computing is quicker than what is still to come."""
-        now = time.monotonic()
-        return [sequence for sequence, deadline_s in self._deadlines.items() if deadline_s <= now]
-
-    def next_deadline_s(self) -> float | None:
-        """When the next one has waited long enough."""
-        return min(self._deadlines.values(), default=None)
-
-    def install(self, cache: PrefixCache, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
+    def _install(self, cache: PrefixCache, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
         """Make nodes of blocks that arrived, so that the sequence and others hit them; without room, drop them."""
         size = self._codec.block_size
         end = (first_block + len(fetched.blocks)) * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from kvreuse.cache.lease import Lease
 from kvreuse.cache.store import PrefixCache
@@ -15,7 +16,6 @@ from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.sequence import Sequence
 from kvreuse.engine.waiting import GroupRules, InFlight, WaitingRoom
 from kvreuse.errors import OverloadedError
-from kvreuse.kv.tiers.stack import Fetched
 from kvreuse.telemetry.miss_curve import MissCurve
 
 __all__ = ["Scheduled", "Scheduler", "SchedulerLimits"]
@@ -67,10 +67,10 @@ class Scheduler:
         self._running: list[Sequence] = []  # admission order: the last is preempted first
         self._waiting = WaitingRoom(limits.groups, clock)
         self._in_flight = InFlight()
+        self._loading: dict[Sequence, float] = {}  # who waits for storage, and until when
         self._curve = MissCurve(block_size=cache.block_size, sample_every=CURVE_SAMPLING, max_blocks=CURVE_BLOCKS)
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
-        self.lookup_s = 0.0
 
     @property
     def num_running(self) -> int:
@@ -80,7 +80,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not yet."""
-        return len(self._waiting) + len(self._in_flight) + (self._lower.num_loading if self._lower else 0)
+        return len(self._waiting) + len(self._in_flight) + len(self._loading)
 
     def snapshot(self, *, num_slots: int) -> dict[str, float]:
         """Counters, and the prompt tokens that a pool of half to four times `num_slots` would have served."""
@@ -90,16 +90,14 @@ class Scheduler:
             "waiting": self.num_waiting,
             "preempted": self.num_preempted,
             "prefilled_tokens": self.num_prefilled_tokens,
-            "lookup_s": self.lookup_s,
             **{f"expected_cached_tokens_{name}x": self._curve.hit_tokens(f * num_slots) for name, f in sizes.items()},
         }
 
-    def held_until_s(self) -> float | None:
-        """When to schedule again although nothing happened; None when only an event can change anything."""
-        loaded_by_s = self._lower.next_deadline_s() if self._lower else None
-        if loaded_by_s is not None and not len(self._waiting):
-            return loaded_by_s
-        return self._waiting.held_until_s()
+    def idle_s(self) -> float:
+        """For how long there is nothing to compute unless something happens; 0 or less: there is something now."""
+        if self._running:
+            return 0.0
+        return min(self._waiting.next_s(), *self._loading.values(), inf) - self._clock()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -112,8 +110,7 @@ class Scheduler:
         """Forget a sequence in whatever state it is; its memory and pins are free afterwards."""
         self._waiting.remove(sequence)
         self._in_flight.forget(sequence)
-        if self._lower is not None:
-            self._lower.forget(sequence)
+        self._loading.pop(sequence, None)
         if sequence in self._running:
             self._running.remove(sequence)
         self._let_go(sequence)
@@ -123,14 +120,11 @@ class Scheduler:
         batch: list[Scheduled] = []
         failed: list[tuple[Sequence, OverloadedError]] = []
         budget = self._limits.max_batch_tokens
-        for sequence in self._lower.overdue() if self._lower else ():
+        for sequence in [s for s, until_s in self._loading.items() if until_s <= self._clock()]:
             self._stop_loading(sequence)
-        for is_decode in (True, False):
-            for sequence in list(self._running):
-                if budget == 0 or (sequence.num_uncomputed_tokens == 1) != is_decode:
-                    continue
-                if sequence in self._running and self._make_room(sequence, failed):
-                    budget -= self._schedule(sequence, batch, budget)
+        for sequence in sorted(self._running, key=lambda s: s.num_uncomputed_tokens != 1):
+            if budget and sequence in self._running and self._make_room(sequence, failed):
+                budget -= self._schedule(sequence, batch, budget)
         self._admit(batch, budget, failed)
         return batch, failed
 
@@ -163,11 +157,12 @@ class Scheduler:
         """Slots for all of the sequence's tokens, by preempting the newest others if it must be."""
         while not self._reserve(sequence):
             victim = self._running[-1]
-            if victim is sequence and len(self._running) == 1:
-                self.remove(sequence)
-                failed.append((sequence, self._out_of_memory(sequence)))
+            if len(self._running) == 1:
+                failed.append(self._give_up(sequence))
                 return False
-            self._preempt(victim)
+            self.num_preempted += 1
+            self.remove(victim)
+            self._waiting.put_back([victim])
             if victim is sequence:
                 return False
         return True
@@ -183,12 +178,6 @@ class Scheduler:
             for wanted in dict.fromkeys((generous, num_tokens))
         )
 
-    def _preempt(self, victim: Sequence) -> None:
-        self.num_preempted += 1
-        self._running.remove(victim)
-        self._let_go(victim)
-        self._waiting.put_back([victim])
-
     def _let_go(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
             self._cache.release(sequence.lease)
@@ -203,21 +192,20 @@ class Scheduler:
     # -- admission --------------------------------------------------------------------------------
 
     def _admit(self, batch: list[Scheduled], budget: int, failed: list[tuple[Sequence, OverloadedError]]) -> None:
-        if not budget or not len(self._waiting) or len(self._running) >= self._limits.max_batch_size:
+        if not budget or len(self._running) >= self._limits.max_batch_size:
             return
         for sequence in self._waiting.candidates(self._num_resident):
             if not budget or len(self._running) >= self._limits.max_batch_size:
                 return
             num_resident = self._num_resident(sequence)
             if self._must_wait(sequence, num_resident) or self._load(sequence, num_resident):
+                self._waiting.remove(sequence)
                 continue
             if not self._start(sequence):
                 if not self._running:
-                    self.remove(sequence)
-                    failed.append((sequence, self._out_of_memory(sequence)))
+                    failed.append(self._give_up(sequence))
                 return
-            self._waiting.passed_over(sequence)
-            self._waiting.remove(sequence)
+            self._waiting.admit(sequence)
             budget -= self._schedule(sequence, batch, budget)
 
     def _num_resident(self, sequence: Sequence) -> int:
@@ -231,32 +219,22 @@ class Scheduler:
             return False
         next_block = num_resident // self._cache.block_size
         num_matchable = (len(sequence.token_ids) - 1) // self._cache.block_size
-        awaited = self._in_flight.last_claimed(sequence.hashes()[next_block:num_matchable])
-        if awaited is None:
-            return False
-        self._waiting.remove(sequence)
-        self._in_flight.block(sequence, awaited)
-        return True
+        return self._in_flight.block(sequence, sequence.hashes()[next_block:num_matchable])
 
     def _load(self, sequence: Sequence, num_resident: int) -> bool:
         """Storage has more of the prompt, and is asked for it."""
         if self._lower is None:
             return False
-        if not self._lower.load(sequence, num_resident=num_resident, on_arrival=self._arrived):
+        patience_s = self._lower.load(self._cache, sequence, num_resident=num_resident, on_arrival=self._stop_loading)
+        if patience_s is None:
             return False
-        self._waiting.remove(sequence)
+        self._loading[sequence] = self._clock() + patience_s
         # Who needs the same blocks waits for this load.
-        self._in_flight.claim(sequence, sequence.hashes()[num_resident // self._cache.block_size :])
+        self._in_flight.claim(sequence, first_block=num_resident // self._cache.block_size)
         return True
 
-    def _arrived(self, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
-        assert self._lower is not None
-        if fetched.blocks:
-            self._lower.install(self._cache, sequence, first_block, fetched)
-        self._stop_loading(sequence)
-
     def _stop_loading(self, sequence: Sequence) -> None:
-        if self._lower is not None and self._lower.forget(sequence):
+        if self._loading.pop(sequence, None) is not None:
             self._wake([sequence, *self._in_flight.settle(sequence)])
 
     def _start(self, sequence: Sequence) -> bool:
@@ -268,19 +246,19 @@ class Scheduler:
         sequence.lease = lease
         sequence.num_computed_tokens = lease.num_cached_tokens
         if not self._reserve(sequence):
-            self._cache.release(lease)
-            sequence.lease, sequence.num_computed_tokens = None, 0
+            self._let_go(sequence)
             return False
-        self.lookup_s += lookup_s
         sequence.answers.admitted(lease, lookup_s=lookup_s)
         if request.reuse:
-            self._in_flight.claim(sequence, sequence.hashes()[lease.num_cached_tokens // self._cache.block_size :])
+            self._in_flight.claim(sequence, first_block=lease.num_cached_tokens // self._cache.block_size)
         self._running.append(sequence)
         return True
 
-    def _out_of_memory(self, sequence: Sequence) -> OverloadedError:
+    def _give_up(self, sequence: Sequence) -> tuple[Sequence, OverloadedError]:
+        """Nothing else runs, and still there is no room."""
+        self.remove(sequence)
         usage = self._cache.usage()
-        return OverloadedError(
+        return sequence, OverloadedError(
             f"KV_CACHE_OOM: {len(sequence.token_ids)} tokens need KV, the pool holds {usage.num_slots} and "
             f"{usage.pinned_slots} of these are pinned; raise option.kv_cache_memory_ratio, pin less or send less"
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from kvreuse.cache.hashing import BlockHasher
 from kvreuse.cache.lease import Lease
@@ -39,7 +40,7 @@ class Sequence:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    passed_over_s: float | None = None
+    passed_over_s: float = inf  # since when later ones go first
     group: bytes = b""  # of similar prompts, where these are grouped
     is_let_go: bool = False  # has waited for its group
     has_tried_tiers: bool = False

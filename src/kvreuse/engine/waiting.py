@@ -5,10 +5,11 @@ Pure bookkeeping. Knows hashes and times. Knows nothing of memory or tensors.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+from math import inf
 
 from kvreuse.engine.sequence import Sequence
 from kvreuse.engine.similarity import SimilarityGroups
@@ -49,11 +50,10 @@ class WaitingRoom:
         self._queue[sequence] = None
         self._group_sizes[_group(sequence)] += 1
 
-    def put_back(self, sequences: Iterable[Sequence]) -> None:
+    def put_back(self, sequences: Collection[Sequence]) -> None:
         """Join in front of all others, in the given order."""
         self._queue = {**dict.fromkeys(sequences), **self._queue}
-        for sequence in sequences:
-            self._group_sizes[_group(sequence)] += 1
+        self._group_sizes.update(map(_group, sequences))
 
     def remove(self, sequence: Sequence) -> None:
         """Leave; a sequence that is not here is ignored."""
@@ -74,27 +74,26 @@ class WaitingRoom:
         return sorted(
             head,
             key=lambda s: (
-                not self._is_overdue(s, now),
+                now - s.passed_over_s <= self._rules.max_queue_delay_s,
                 num_resident(s) == 0,
                 -self._group_sizes[_group(s)],
-                _group(s) if self._similar is not None else b"",  # equally large groups one after the other
+                s.group,  # equally large groups of similar prompts one after the other
             ),
         )
 
-    def passed_over(self, chosen: Sequence) -> None:
-        """`chosen` was admitted: whoever stood before it starts to count the delay."""
+    def admit(self, chosen: Sequence) -> None:
+        """`chosen` leaves to run: whoever stood before it starts to count the delay."""
         now = self._clock()
-        for sequence in self._queue:
-            if sequence is chosen:
-                break
-            if sequence.passed_over_s is None:
-                sequence.passed_over_s = now
+        for sequence in takewhile(lambda s: s is not chosen, self._queue):
+            sequence.passed_over_s = min(sequence.passed_over_s, now)
+        self.remove(chosen)
 
-    def held_until_s(self) -> float | None:
-        """When the next sequence may go without its group; None while somebody may go now, or nobody is here."""
-        if self._rules.group_min_size <= 1 or not self._queue or any(s.is_let_go for s in self._queue):
-            return None
-        return min(s.answers.arrival_s for s in self._queue) + self._rules.group_max_wait_s
+    def next_s(self) -> float:
+        """When somebody may be admitted: -inf if somebody may now, inf while nobody is here."""
+        if self._queue and self._rules.group_min_size <= 1:
+            return -inf
+        max_wait_s = self._rules.group_max_wait_s
+        return min((-inf if s.is_let_go else s.answers.arrival_s + max_wait_s for s in self._queue), default=inf)
 
     def _is_held(self, sequence: Sequence, now: float) -> bool:
         """Whether its group is still to fill. Once let go, a sequence is not held again."""
@@ -103,10 +102,6 @@ class WaitingRoom:
         if is_full or now - sequence.answers.arrival_s >= rules.group_max_wait_s:
             sequence.is_let_go = True
         return not sequence.is_let_go
-
-    def _is_overdue(self, sequence: Sequence, now: float) -> bool:
-        since = sequence.passed_over_s
-        return since is not None and now - since > self._rules.max_queue_delay_s
 
 
 def _group(sequence: Sequence) -> bytes:
@@ -118,53 +113,37 @@ class InFlight:
 
     def __init__(self) -> None:
         self._owners: dict[bytes, Sequence] = {}
-        self._hashes: dict[Sequence, list[bytes]] = {}
-        self._blocked: dict[bytes, list[Sequence]] = defaultdict(list)
         self._blocked_on: dict[Sequence, bytes] = {}
 
     def __len__(self) -> int:
         """How many sequences wait."""
         return len(self._blocked_on)
 
-    def claim(self, sequence: Sequence, hashes: Iterable[bytes]) -> None:
-        """`sequence` is going to compute these blocks."""
-        mine = [h for h in hashes if self._owners.setdefault(h, sequence) is sequence]
-        self._hashes[sequence] = mine
+    def claim(self, sequence: Sequence, *, first_block: int) -> None:
+        """`sequence` is going to compute its blocks from `first_block` on, but for those that others compute."""
+        for block_hash in sequence.hashes()[first_block:]:
+            self._owners.setdefault(block_hash, sequence)
 
-    def last_claimed(self, hashes: Iterable[bytes]) -> bytes | None:
-        """The last of the leading hashes that somebody is computing; None when the first is nobody's."""
-        last = None
-        for block_hash in hashes:
-            if block_hash not in self._owners:
-                break
-            last = block_hash
-        return last
+    def block(self, sequence: Sequence, hashes: list[bytes]) -> bool:
+        """Let `sequence` wait until the last of the leading hashes that somebody computes is committed or given up.
 
-    def block(self, sequence: Sequence, block_hash: bytes) -> None:
-        """Let `sequence` wait until `block_hash` is committed or given up."""
-        self._blocked[block_hash].append(sequence)
-        self._blocked_on[sequence] = block_hash
+        False: the first is nobody's.
+        """
+        claimed = list(takewhile(self._owners.__contains__, hashes))
+        if claimed:
+            self._blocked_on[sequence] = claimed[-1]
+        return bool(claimed)
 
     def settle(self, owner: Sequence, *, num_blocks: int | None = None) -> list[Sequence]:
         """The owner's claims on its first `num_blocks` blocks (None: all) end. Returns who need not wait any more."""
-        claimed = self._hashes.pop(owner, [])
-        if num_blocks is not None:
-            done = set(owner.hasher.hashes[:num_blocks])
-            if rest := [h for h in claimed if h not in done]:
-                self._hashes[owner] = rest
-            claimed = [h for h in claimed if h in done]
-        woken = []
-        for block_hash in claimed:
+        done = {h for h in owner.hasher.hashes[:num_blocks] if self._owners.get(h) is owner}
+        for block_hash in done:
             del self._owners[block_hash]
-            woken.extend(self._blocked.pop(block_hash, []))
+        woken = [sequence for sequence, awaited in self._blocked_on.items() if awaited in done] if done else []
         for sequence in woken:
             del self._blocked_on[sequence]
         return woken
 
     def forget(self, sequence: Sequence) -> None:
         """`sequence` does not wait any more (it was aborted)."""
-        block_hash = self._blocked_on.pop(sequence, None)
-        if block_hash is not None:
-            self._blocked[block_hash].remove(sequence)
-            if not self._blocked[block_hash]:
-                del self._blocked[block_hash]
+        self._blocked_on.pop(sequence, None)
