@@ -180,10 +180,10 @@ def test_the_policy_is_printed_without_asking_aws(capsys: pytest.CaptureFixture[
 
 def test_the_page_lists_every_setting_as_it_is() -> None:
     rows = []
-    for name, item in _SETTINGS.items():
-        default = "" if item.default is MISSING else f"`{'auto' if item.default is None else item.default}`"
+    for name, option in _SETTINGS.items():
+        default = "" if option.default is MISSING else f"`{option.shown(option.default)}`"
         flag = f"--{name.replace('_', '-')}"
-        rows.append(f"| `{flag}` | {default} | {item.metadata['kind'].allowed} | {item.metadata['doc']} |")
+        rows.append(f"| `{flag}` | {default} | {option.kind.allowed} | {option.doc} |")
     assert [line for line in DOC.read_text("utf-8").splitlines() if line.startswith("| `--")] == rows
 
 

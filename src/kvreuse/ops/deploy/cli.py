@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from kvreuse.config import Option
 from kvreuse.errors import ConfigError
 from kvreuse.ops.deploy.calls import Call
 from kvreuse.ops.deploy.cloud import Cloud, DeployError
@@ -21,7 +22,8 @@ from kvreuse.ops.deploy.settings import Canary, Hosting, Source, by_field
 
 __all__ = ["add_parser", "carry_out", "run"]
 
-_SETTINGS = {item.name: item for kind in (Source, Hosting) for item in fields(kind) if "doc" in item.metadata}
+_DECLARED = {item.name: item.metadata.get("option") for kind in (Source, Hosting) for item in fields(kind)}
+_SETTINGS: dict[str, Option] = {name: option for name, option in _DECLARED.items() if option and option.doc}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,11 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Running it again changes nothing but what differs",
     )
     parser.add_argument("endpoint", metavar="ENDPOINT", help="its name")
-    for name, item in _SETTINGS.items():
-        default = "" if item.default is MISSING else f" (default: {'auto' if item.default is None else item.default})"
-        parser.add_argument(
-            _flag(name), metavar="VALUE", default=argparse.SUPPRESS, help=item.metadata["doc"] + default
-        )
+    for name, option in _SETTINGS.items():
+        default = "" if option.default is MISSING else f" (default: {option.shown(option.default)})"
+        parser.add_argument(_flag(name), metavar="VALUE", default=argparse.SUPPRESS, help=option.doc + default)
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of docs/options.md, for all"
     )
@@ -78,8 +78,8 @@ def carry_out(plan: Callable[[Cloud], Sequence[Call]], *, is_dry_run: bool) -> i
 
 def _wanted(args: argparse.Namespace) -> tuple[Source, Hosting]:
     given = {name: _value(name, raw) for name, raw in vars(args).items() if name in _SETTINGS}
-    for name, item in _SETTINGS.items():
-        if item.default is MISSING and name not in given:
+    for name, option in _SETTINGS.items():
+        if option.default is MISSING and name not in given:
             raise ConfigError(f"{_flag(name)} is missing\nhint: kvreuse deploy --help")
     options, change = by_field(_pairs(args.option, "--option")), by_field(_pairs(args.set, "--set"))
     canary = None if args.canary_weight is None else Canary(weight=args.canary_weight, options=change)
@@ -91,7 +91,7 @@ def _wanted(args: argparse.Namespace) -> tuple[Source, Hosting]:
 def _value(name: str, raw: str) -> Any:
     """Text that is no value of its kind stays text, and the setting then refuses it."""
     try:
-        return _SETTINGS[name].metadata["kind"].parse(raw)
+        return _SETTINGS[name].kind.parse(raw)
     except (ValueError, KeyError):
         return raw
 

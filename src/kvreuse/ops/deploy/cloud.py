@@ -72,9 +72,8 @@ class Cloud:
     def observe(self, endpoint_name: str) -> Observed:
         """What exists now."""
         base, prefix = re.escape(resources.name_base(endpoint_name)), watch.alarm_prefix(endpoint_name)
-        found_queries = self.read(
-            call("logs", "DescribeQueryDefinitions", queryDefinitionNamePrefix=prefix), "queryDefinitions"
-        )
+        saved = call("logs", "DescribeQueryDefinitions", queryDefinitionNamePrefix=prefix)
+        queries = {query["name"]: query["queryDefinitionId"] for query in self.read(saved, "queryDefinitions")}
         board = self._find("cloudwatch", "get_dashboard", DashboardName=watch.dashboard_name(endpoint_name))
         return Observed(
             region=self.client("sagemaker").meta.region_name,
@@ -84,7 +83,7 @@ class Cloud:
             alarms=self._alarms(endpoint_name, prefix),
             scaled=self._scaled(endpoint_name),
             dashboard=board["DashboardBody"] if board else None,
-            queries={query["name"]: query["queryDefinitionId"] for query in found_queries},
+            queries=queries,
         )
 
     def _find(self, service: str, method: str, **parameters: str) -> dict[str, Any] | None:
@@ -104,47 +103,40 @@ class Cloud:
         if found is None:
             return None
         config = self._find("sagemaker", "describe_endpoint_config", EndpointConfigName=found["EndpointConfigName"])
-        types = {
-            made["VariantName"]: made.get("InstanceType", "") for made in (config or {}).get("ProductionVariants", [])
-        }
+        made = (config or {}).get("ProductionVariants", [])
+        types = {variant["VariantName"]: variant.get("InstanceType", "") for variant in made}
         fleets = {
-            live["VariantName"]: Fleet(
-                instance_type=types.get(live["VariantName"], ""),
-                count=live.get("DesiredInstanceCount", 0),
-                weight=live.get("DesiredWeight", 0.0),
+            (variant := live["VariantName"]): Fleet(
+                types.get(variant, ""), live.get("DesiredInstanceCount", 0), live.get("DesiredWeight", 0.0)
             )
             for live in found.get("ProductionVariants", [])
         }
-        is_ours = self._is_tagged(call("sagemaker", "ListTags", ResourceArn=found["EndpointArn"]), name)
+        is_ours = self._is_tagged("sagemaker", found["EndpointArn"], name)
         return Endpoint(found["EndpointStatus"], found["EndpointConfigName"], is_ours, fleets)
 
     def _named(self, endpoint_name: str, kind: str, pattern: str) -> frozenset[str]:
-        base = resources.name_base(endpoint_name)
-        return frozenset(
-            item[f"{kind}Name"]
-            for item in self.read(call("sagemaker", f"List{kind}s", NameContains=base), f"{kind}s")
-            if re.fullmatch(pattern, item[f"{kind}Name"])
-            and self._is_tagged(call("sagemaker", "ListTags", ResourceArn=item[f"{kind}Arn"]), endpoint_name)
-        )
+        """Models or configurations that are ours; the pattern comes first, as each tag costs a call."""
+        asked = call("sagemaker", f"List{kind}s", NameContains=resources.name_base(endpoint_name))
+        arns = {item[f"{kind}Name"]: item[f"{kind}Arn"] for item in self.read(asked, f"{kind}s")}
+        found = (name for name in arns if re.fullmatch(pattern, name))
+        return frozenset(name for name in found if self._is_tagged("sagemaker", arns[name], endpoint_name))
 
     def _alarms(self, endpoint_name: str, prefix: str) -> frozenset[str]:
-        found = call("cloudwatch", "DescribeAlarms", AlarmNamePrefix=prefix, AlarmTypes=["MetricAlarm"])
-        return frozenset(
-            alarm["AlarmName"]
-            for alarm in self.read(found, "MetricAlarms")
-            if self._is_tagged(call("cloudwatch", "ListTagsForResource", ResourceARN=alarm["AlarmArn"]), endpoint_name)
-        )
+        asked = call("cloudwatch", "DescribeAlarms", AlarmNamePrefix=prefix, AlarmTypes=["MetricAlarm"])
+        arns = {alarm["AlarmName"]: alarm["AlarmArn"] for alarm in self.read(asked, "MetricAlarms")}
+        return frozenset(name for name in arns if self._is_tagged("cloudwatch", arns[name], endpoint_name))
 
-    def _is_tagged(self, asked: Call, endpoint_name: str) -> bool:
+    def _is_tagged(self, service: str, arn: str, endpoint_name: str) -> bool:
+        asked = call("sagemaker", "ListTags", ResourceArn=arn)
+        if service == "cloudwatch":
+            asked = call("cloudwatch", "ListTagsForResource", ResourceARN=arn)
         return resources.tags(endpoint_name)[0] in self.read(asked, "Tags")
 
     def _scaled(self, endpoint_name: str) -> frozenset[str]:
         """Whoever registered them: a target dies with its variant."""
         prefix = resources.scalable_id(endpoint_name, "")["ResourceId"]
-        found = self.read(
-            call("application-autoscaling", "DescribeScalableTargets", ServiceNamespace="sagemaker"), "ScalableTargets"
-        )
-        names = [str(target["ResourceId"]) for target in found]
+        asked = call("application-autoscaling", "DescribeScalableTargets", ServiceNamespace="sagemaker")
+        names = [str(target["ResourceId"]) for target in self.read(asked, "ScalableTargets")]
         return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def _refuse_rollback(self, *, EndpointName: str, EndpointConfigName: str, **_: object) -> None:

@@ -153,9 +153,8 @@ def _rebalance(endpoint_name: str, wanted: Sequence[Variant], live: Endpoint) ->
         if not _is_same(variant, live.fleets[variant.name])
     ]
     if changed:
-        operation, wait = "UpdateEndpointWeightsAndCapacities", "endpoint_in_service"
         named = {"EndpointName": endpoint_name, "DesiredWeightsAndCapacities": changed}
-        yield call("sagemaker", operation, wait=wait, **named)
+        yield call("sagemaker", "UpdateEndpointWeightsAndCapacities", wait="endpoint_in_service", **named)
 
 
 def _is_same(variant: Variant, fleet: Fleet) -> bool:

@@ -16,23 +16,13 @@ from typing import Any
 from kvreuse.ops.deploy.calls import Call, call
 from kvreuse.ops.deploy.settings import Hosting, Source, Variant
 
-__all__ = [
-    "create_config",
-    "create_endpoint",
-    "create_model",
-    "dimensions",
-    "name_base",
-    "policy",
-    "scalable_id",
-    "scale",
-    "shape_prefix",
-    "tags",
-    "update_endpoint",
-]
+__all__ = ["create_config", "create_endpoint", "create_model", "dimensions", "name_base", "policy", "scalable_id",
+           "scale", "shape_prefix", "tags", "update_endpoint"]  # fmt: skip
 
 _GPU_TYPE, _GPU_AMI = re.compile(r"ml\.[gp]\d"), "al2023-ami-sagemaker-inference-gpu-4-1"
 _MAX_NAME, _DIGEST, _NUMBERS_DIGEST = 63, 8, 6  # characters
 _UPDATE_TIMEOUT_S = 14_400
+_BUSY_METRIC = "SageMakerVariantConcurrentRequestsPerModelHighResolution"
 
 
 def tags(endpoint_name: str) -> list[dict[str, str]]:
@@ -102,27 +92,18 @@ def update_endpoint(hosting: Hosting, config_name: str, *, alarms: Iterable[str]
 
     alarms: none where the variants' names change, for AWS then takes no deployment configuration.
     """
-    guards = [{"AlarmName": name} for name in alarms]
     # A quarter of the new instances first, as their stores are cold; AWS allows at most half, so one has no part.
     traffic: dict[str, Any] = {"Type": "ALL_AT_ONCE", "WaitIntervalInSeconds": 0}
     if smallest_fleet >= 2:
         size = {"Type": "INSTANCE_COUNT", "Value": max(1, smallest_fleet // 4)}
         traffic = {"Type": "CANARY", "WaitIntervalInSeconds": hosting.bake_s, "CanarySize": size}
-    steps = {
-        "TrafficRoutingConfiguration": traffic,
-        "TerminationWaitInSeconds": hosting.bake_s,
-        "MaximumExecutionTimeoutInSeconds": _UPDATE_TIMEOUT_S,
-    }
-    return call(
-        "sagemaker",
-        "UpdateEndpoint",
-        wait="endpoint_in_service",
-        EndpointName=hosting.endpoint_name,
-        EndpointConfigName=config_name,
-        DeploymentConfig={"BlueGreenUpdatePolicy": steps, "AutoRollbackConfiguration": {"Alarms": guards}}
-        if guards
-        else None,
-    )
+    steps = {"TrafficRoutingConfiguration": traffic, "TerminationWaitInSeconds": hosting.bake_s,
+             "MaximumExecutionTimeoutInSeconds": _UPDATE_TIMEOUT_S}  # fmt: skip
+    guards = {"Alarms": [{"AlarmName": name} for name in alarms]}
+    guarded = {"BlueGreenUpdatePolicy": steps, "AutoRollbackConfiguration": guards}
+    named = {"EndpointName": hosting.endpoint_name, "EndpointConfigName": config_name}
+    config = guarded if guards["Alarms"] else None
+    return call("sagemaker", "UpdateEndpoint", wait="endpoint_in_service", **named, DeploymentConfig=config)
 
 
 def dimensions(endpoint_name: str, variant_name: str) -> list[dict[str, str]]:
@@ -137,35 +118,28 @@ def scalable_id(endpoint_name: str, variant_name: str) -> dict[str, str]:
     return {"ServiceNamespace": "sagemaker", "ResourceId": resource, "ScalableDimension": dimension}
 
 
-def scale(hosting: Hosting, variant: Variant) -> Iterable[Call]:
+def scale(hosting: Hosting, variant: Variant) -> list[Call]:
     """Target tracking. By default instances are added when batches are three quarters full, so that few wait."""
     target = scalable_id(hosting.endpoint_name, variant.name)
     tracked: dict[str, Any] = {
         "TargetValue": hosting.autoscaling_target or 0.75 * variant.config.max_batch_size,
-        "PredefinedMetricSpecification": {
-            "PredefinedMetricType": "SageMakerVariantConcurrentRequestsPerModelHighResolution"
-        },
+        "PredefinedMetricSpecification": {"PredefinedMetricType": _BUSY_METRIC},
     }
     if hosting.autoscaling_metric == "gpu":
-        metric = {
-            "Namespace": "/aws/sagemaker/Endpoints",
-            "MetricName": "GPUUtilization",
-            "Dimensions": dimensions(hosting.endpoint_name, variant.name),
-            "Statistic": "Average",
+        own = dimensions(hosting.endpoint_name, variant.name)
+        metric = {"Namespace": "/aws/sagemaker/Endpoints", "MetricName": "GPUUtilization", "Dimensions": own}
+        tracked = {
+            "TargetValue": hosting.autoscaling_target or 60.0,
+            "CustomizedMetricSpecification": metric | {"Statistic": "Average"},
         }
-        tracked = {"TargetValue": hosting.autoscaling_target or 60.0, "CustomizedMetricSpecification": metric}
     cooldowns = {"ScaleOutCooldown": hosting.scale_out_cooldown_s, "ScaleInCooldown": hosting.scale_in_cooldown_s}
-    service = "application-autoscaling"
-    fewest, most = variant.min_count, variant.max_count
-    yield call(service, "RegisterScalableTarget", **target, MinCapacity=fewest, MaxCapacity=most)
-    yield call(
-        service,
-        "PutScalingPolicy",
-        **target,
-        PolicyName=f"kvreuse-{variant.name}",
-        PolicyType="TargetTrackingScaling",
-        TargetTrackingScalingPolicyConfiguration=tracked | cooldowns,
-    )
+    how: dict[str, Any] = {"PolicyName": f"kvreuse-{variant.name}", "PolicyType": "TargetTrackingScaling",
+                           "TargetTrackingScalingPolicyConfiguration": tracked | cooldowns}  # fmt: skip
+    service, fewest, most = "application-autoscaling", variant.min_count, variant.max_count
+    return [
+        call(service, "RegisterScalableTarget", **target, MinCapacity=fewest, MaxCapacity=most),
+        call(service, "PutScalingPolicy", **target, **how),
+    ]
 
 
 def _shape(hosting: Hosting, variant: Variant, model_name: str) -> dict[str, Any]:

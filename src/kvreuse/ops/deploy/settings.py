@@ -9,12 +9,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvreuse.config import FLAG_NAMES, OPTIONS, Config, load_config, unknown
-from kvreuse.config.kinds import Kind, choice, integer, number, optional
+from kvreuse.config.kinds import Kind, Option, choice, integer, number, option
 from kvreuse.errors import ConfigError
 
 __all__ = ["ALIASES", "MAIN", "Canary", "Hosting", "Source", "Variant", "by_field", "variants"]
@@ -30,17 +30,12 @@ _ELSEWHERE = {
 
 
 def _matching(pattern: str, allowed: str) -> Kind:
-    return Kind(parse=str, accepts=lambda value: bool(re.fullmatch(pattern, str(value))), allowed=allowed)
+    return Kind(str, lambda value: bool(re.fullmatch(pattern, str(value))), allowed)
 
 
-def _setting(kind: Kind, doc: str, default: Any = MISSING) -> Any:
-    """A field that is checked, and that the command line has a flag for."""
-    return field(default=default, metadata={"kind": kind, "doc": doc})
-
-
-def _maybe(kind: Kind, doc: str) -> Any:
-    """A setting that may be None, written auto."""
-    return _setting(optional(kind), doc, None)
+def _required(kind: Kind, doc: str) -> Any:
+    """A setting without a default."""
+    return field(metadata={"option": Option(kind=kind, doc=doc, default=MISSING)})
 
 
 _NAME = _matching(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", "1 to 63 letters, digits and inner dashes")
@@ -49,9 +44,8 @@ _NAME = _matching(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", "1 to 63 letters, digits 
 class _Checked:
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            value, kind = getattr(self, item.name), item.metadata.get("kind")
-            if kind and not kind.accepts(value):
-                raise ConfigError(f"{item.name} is '{value}', allowed is {kind.allowed}")
+            if declared := item.metadata.get("option"):
+                replace(declared, key=item.name).check(getattr(self, item.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +55,12 @@ class Source(_Checked):
     options: option -> value, in any spelling of `kvreuse serve`, or a name of ALIASES. env: further variables.
     """
 
-    model_data: str = _setting(
+    model_data: str = _required(
         _matching(r"s3://[^/]+/?(?!.*\.t?gz$).*", "an S3 prefix with an unpacked model, such as s3://bucket/model/"),
         "S3 prefix with the unpacked model",
     )
-    role: str = _setting(_matching(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of an IAM role"), "Execution role")
-    image_uri: str = _setting(_matching(r"\S{1,255}", "an image in ECR"), "Container image")
+    role: str = _required(_matching(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", "the ARN of an IAM role"), "Execution role")
+    image_uri: str = _required(_matching(r"\S{1,255}", "an image in ECR"), "Container image")
     options: Mapping[str, object] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     vpc_config: Mapping[str, Any] | None = None
@@ -76,7 +70,7 @@ class Source(_Checked):
 class Canary(_Checked):
     """A second variant of one instance that takes `weight` of the traffic, with other options."""
 
-    weight: float = _setting(number(0, 0.999, above_low=True), "Its share of the traffic")
+    weight: float = _required(number(0, 0.999, above_low=True), "Its share of the traffic")
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -84,30 +78,33 @@ class Canary(_Checked):
 class Hosting(_Checked):
     """Where and how it runs."""
 
-    endpoint_name: str = field(default="kvreuse", metadata={"kind": _NAME})
-    instance_type: str = _setting(_matching(r"ml\.\w[\w-]*\.\w+", "such as ml.g5.xlarge"), "Type of instance")
-    initial_instance_count: int = _setting(integer(1, 10_000), "Instances, the fewest under autoscaling", 1)
-    max_instance_count: int | None = _maybe(integer(1, 10_000), "Most instances; autoscaling is on if that is more")
-    autoscaling_metric: str = _setting(choice("concurrency", "gpu"), "What is kept at a target", "concurrency")
-    autoscaling_target: float | None = _maybe(
+    endpoint_name: str = option("kvreuse", _NAME, "")
+    instance_type: str = _required(_matching(r"ml\.\w[\w-]*\.\w+", "such as ml.g5.xlarge"), "Type of instance")
+    initial_instance_count: int = option(1, integer(1, 10_000), "Instances, the fewest under autoscaling")
+    max_instance_count: int | None = option(
+        None, integer(1, 10_000), "Most instances; autoscaling is on if that is more"
+    )
+    autoscaling_metric: str = option("concurrency", choice("concurrency", "gpu"), "What is kept at a target")
+    autoscaling_target: float | None = option(
+        None,
         number(0, 1e6, above_low=True),
         "Of each instance: requests (auto: 0.75 x max_batch_size), GPU percent (auto: 60)",
     )
-    scale_out_cooldown_s: int = _setting(integer(0, 86_400), "Seconds between two additions", 300)
-    scale_in_cooldown_s: int = _setting(integer(0, 86_400), "Seconds between two removals; each drops a store", 1800)
-    inference_ami_version: str | None = _maybe(_NAME, "Image of the instance; auto runs CUDA 13 on GPU types")
-    volume_size_gb: int | None = _maybe(integer(1, 512), "Disk, only for types without one of their own")
-    startup_timeout_s: int = _setting(integer(60, 3600), "Seconds until the container must be ready", 1800)
-    download_timeout_s: int = _setting(integer(60, 3600), "Seconds until the model must be downloaded", 1800)
-    prefix_length_bytes: int = _setting(
-        integer(1024, 65_536), "Start of a body by which instances share requests", 4096
+    scale_out_cooldown_s: int = option(300, integer(0, 86_400), "Seconds between two additions")
+    scale_in_cooldown_s: int = option(1800, integer(0, 86_400), "Seconds between two removals; each drops a store")
+    inference_ami_version: str | None = option(None, _NAME, "Image of the instance; auto runs CUDA 13 on GPU types")
+    volume_size_gb: int | None = option(None, integer(1, 512), "Disk, only for types without one of their own")
+    startup_timeout_s: int = option(1800, integer(60, 3600), "Seconds until the container must be ready")
+    download_timeout_s: int = option(1800, integer(60, 3600), "Seconds until the model must be downloaded")
+    prefix_length_bytes: int = option(4096, integer(1024, 65_536), "Start of a body by which instances share requests")
+    prefix_concurrency: int | None = option(
+        None, integer(1, 1024), "Requests in an instance beyond which others take over; auto is max_batch_size"
     )
-    prefix_concurrency: int | None = _maybe(
-        integer(1, 1024), "Requests in an instance beyond which others take over; auto is max_batch_size"
+    bake_s: int = option(600, integer(0, 3600), "Seconds that an update is watched before the old instances go")
+    hit_rate_alarm: float = option(0.7, number(0, 1, above_low=True), "Hit rate below which an alarm goes off")
+    alarm_topic: str | None = option(
+        None, _matching(r"arn:aws[a-z-]*:sns:\S+", "an ARN of SNS"), "Topic that alarms go to"
     )
-    bake_s: int = _setting(integer(0, 3600), "Seconds that an update is watched before the old instances go", 600)
-    hit_rate_alarm: float = _setting(number(0, 1, above_low=True), "Hit rate below which an alarm goes off", 0.7)
-    alarm_topic: str | None = _maybe(_matching(r"arn:aws[a-z-]*:sns:\S+", "an ARN of SNS"), "Topic that alarms go to")
     canary: Canary | None = None
 
     @classmethod

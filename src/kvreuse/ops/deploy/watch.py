@@ -71,24 +71,15 @@ def dashboard(hosting: Hosting, fleets: Sequence[Variant], *, region: str) -> Ca
     """Every plot shows the variants beside each other."""
     name = hosting.endpoint_name
     text = {"type": "text", "width": 24, "height": 1, "properties": {"markdown": marker(name)}}
-    plots = [
-        {
-            "type": "metric",
-            "width": 12,
-            "height": 6,
-            "properties": {
-                "title": title,
-                "region": region,
-                "period": 60,
-                "metrics": [
-                    [*_metric(fleet, *series), "EndpointName", name, "VariantName", fleet.name, {"stat": series[1]}]
-                    for fleet in fleets
-                    for series in plotted
-                ],
-            },
-        }
-        for title, plotted in _data("dashboard").items()
-    ]
+    plots = []
+    for title, plotted in _data("dashboard").items():
+        metrics = [
+            [*_metric(fleet, *series), "EndpointName", name, "VariantName", fleet.name, {"stat": series[1]}]
+            for fleet in fleets
+            for series in plotted
+        ]
+        properties = {"title": title, "region": region, "period": 60, "metrics": metrics}
+        plots.append({"type": "metric", "width": 12, "height": 6, "properties": properties})
     body = json.dumps({"widgets": [text, *plots]})
     return call("cloudwatch", "PutDashboard", DashboardName=dashboard_name(name), DashboardBody=body)
 
