@@ -72,8 +72,6 @@ def build(config: Config) -> EngineParts:
         configure_threads(config.num_threads)
     register()
     loaded = load_model(config, device=device, attn_implementation=NAME)
-    if device.type == "cpu":
-        pack_linears(loaded.model)
     parts = assemble(loaded, config)
     for doubt in doubts(
         config,
@@ -88,6 +86,7 @@ def build(config: Config) -> EngineParts:
 
 def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     """The parts around a model that was loaded with the engine's attention."""
+    pack_linears(loaded.model)
     layout = probe_layout(loaded.model).stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
     num_slots = num_slots_for(
         layout,
