@@ -126,11 +126,18 @@ def test_it_equals_the_reference_however_sequences_share(slices, window, is_gath
     assert _agrees(CUDABackend(varlen, is_gathering=is_gathering), slices, window=window)
 
 
-@pytest.mark.parametrize("num_pieces", [MAX_PIECES, MAX_PIECES + 1])
-def test_a_run_in_many_pieces_is_read_whole(backend, num_pieces):
+@pytest.mark.parametrize(("num_pieces", "num_entries"), [(MAX_PIECES, MAX_PIECES), (MAX_PIECES + 1, 1)])
+def test_a_run_in_few_pieces_is_merged_and_one_in_many_is_copied_together(num_pieces, num_entries):
+    entries = []
+
+    def watching(query, *rest, **kwargs):
+        entries.append(len(query))
+        return varlen(query, *rest, **kwargs)
+
     runs = tuple((20 * i, 9) for i in reversed(range(num_pieces)))
     alone = StepSlice(first_row=0, num_rows=1, num_context=9 * num_pieces - 1, runs=runs)
-    assert _agrees(backend, [alone])
+    assert _agrees(CUDABackend(watching), [alone])
+    assert entries == [num_entries]
 
 
 def test_own_slots_in_pieces_keep_their_mask(backend):
