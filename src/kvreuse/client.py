@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -28,16 +27,8 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from kvreuse.errors import RequestError
 from kvreuse.types import CacheFacts, MissReason, Tier
 
-__all__ = [
-    "Answer",
-    "PrefixClient",
-    "Sessions",
-    "canonical_body",
-    "compose",
-    "event_facts",
-    "prefix_aware",
-    "read_facts",
-]
+__all__ = ["Answer", "PrefixClient", "Sessions", "canonical_body", "compose", "event_facts", "prefix_aware",
+           "read_facts"]  # fmt: skip
 
 # What stands before everything else: the fields that become the prompt, in the order in which templates print them.
 _PROMPT_FIELDS = ("template", "tools", "messages", "inputs", "prompt", "variables")
@@ -79,12 +70,7 @@ def _in_order(value: Any) -> Any:
     """Messages with their role first: templates read fields by name, so this changes bytes and not the prompt."""
     if not isinstance(value, list):
         return value
-    return [
-        {name: item[name] for name in sorted(item, key=lambda name: name != "role")}
-        if isinstance(item, Mapping) and "role" in item
-        else item
-        for item in value
-    ]
+    return [{"role": item["role"], **item} if isinstance(item, Mapping) and "role" in item else item for item in value]
 
 
 def prefix_aware(*, prefix_id: str | None = None, **request: Any) -> dict[str, Any]:
@@ -138,17 +124,16 @@ class Sessions:
     def __init__(self, num_places: int, *, clock: Callable[[], float] = time.time) -> None:
         self._places = range(num_places)
         self._clock = clock
-        self._lock = threading.Lock()
-        self._known: dict[int, tuple[str, float]] = {}  # place -> (session id, expires)
+        # place -> (session id, expires). A dict does one thing at a time, and nothing here takes two.
+        self._known: dict[int, tuple[str, float]] = {}
 
-    def place(self, prefix: str) -> int:
-        """The place of a prefix, always the same."""
-        return max(self._places, key=lambda place: _digest(f"{place}/{prefix}".encode()))
+    def place(self, prefix: str) -> int | None:
+        """The place of a prefix, always the same; None where there are no places."""
+        return max(self._places, key=lambda place: _digest(f"{place}/{prefix}".encode()), default=None)
 
     def get(self, place: int) -> str | None:
         """Its session while it lasts."""
-        with self._lock:
-            session_id, expires_s = self._known.get(place, ("", 0.0))
+        session_id, expires_s = self._known.get(place, ("", 0.0))
         return session_id if self._clock() < expires_s - _RENEW_BEFORE_S else None
 
     def put(self, place: int, header: str) -> None:
@@ -156,13 +141,11 @@ class Sessions:
         session_id, _, expires = header.partition("; Expires=")
         moment = datetime.fromisoformat(expires) if expires else datetime.max.replace(tzinfo=UTC)
         moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        with self._lock:
-            self._known[place] = (session_id, moment.timestamp())
+        self._known[place] = (session_id, moment.timestamp())
 
     def drop(self, place: int) -> None:
         """The endpoint does not know it any more."""
-        with self._lock:
-            self._known.pop(place, None)
+        self._known.pop(place, None)
 
 
 class PrefixClient:
@@ -187,7 +170,7 @@ class PrefixClient:
         self._runtime = client or boto3.client("sagemaker-runtime", config=config)
         self._endpoint = endpoint
         self._prefix_id = prefix_id
-        self._sessions = Sessions(num_sessions) if num_sessions else None
+        self._sessions = Sessions(num_sessions)
         self._max_attempts = max_attempts
         self._sleep = sleep
 
@@ -234,33 +217,31 @@ class PrefixClient:
         )
 
     def _call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:
-        place = None if self._sessions is None else self._sessions.place(request["PrefixAwareId"])
-        for attempt in range(1, self._max_attempts + 1):
+        place, attempt = self._sessions.place(request["PrefixAwareId"]), 0
+        while True:
+            attempt += 1
             try:
                 return self._send(operation, request, place)
             except (ClientError, BotoCoreError) as error:
                 is_stale = place is not None and _is_session_lost(error)
-                if is_stale and self._sessions is not None and place is not None:
+                if place is not None and is_stale:
                     self._sessions.drop(place)
-                if attempt == self._max_attempts or not (is_stale or _is_worth_repeating(error)):
+                if attempt >= self._max_attempts or not (is_stale or _is_worth_repeating(error)):
                     raise
                 if not is_stale:
                     self._sleep(random.uniform(0.5, 1.0) * 0.25 * 2**attempt)
-        raise AssertionError("the loop returns or raises")
 
     def _send(self, operation: str, request: dict[str, Any], place: int | None) -> dict[str, Any]:
-        if self._sessions is None or place is None:
-            response: dict[str, Any] = getattr(self._runtime, operation)(**request)
-            return response
-        session_id = self._sessions.get(place)
-        if session_id is None and operation != "invoke_endpoint":
-            self._open_session(request, place)  # a stream cannot create one
-            session_id = self._sessions.get(place)
-        # After an opening that named no session: the endpoint has none, and the stream goes without.
-        is_without = session_id is None and operation != "invoke_endpoint"
-        extra = {} if is_without else {"SessionId": session_id or _NEW_SESSION}
-        response = getattr(self._runtime, operation)(**request, **extra)
-        if "NewSessionId" in response:
+        if place is not None:
+            session_id, can_create = self._sessions.get(place), operation == "invoke_endpoint"
+            if session_id is None and not can_create:
+                self._open_session(request, place)
+                session_id = self._sessions.get(place)
+            # An opening that named no session: the endpoint has none, and the stream goes without.
+            if session_id or can_create:
+                request = {**request, "SessionId": session_id or _NEW_SESSION}
+        response: dict[str, Any] = getattr(self._runtime, operation)(**request)
+        if place is not None and "NewSessionId" in response:
             self._sessions.put(place, response["NewSessionId"])
         return response
 

@@ -80,11 +80,11 @@ def read_trace(
     rows = read_lines(path)
     try:
         found, size = _rows(rows, block_size, tokenizer, rate)
+        ordered = sorted(found, key=lambda row: row.arrival_s)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no trace that is known: {error!r}") from error
-    found = sorted(found, key=lambda row: row.arrival_s)
-    merge = 1 if is_exact else 1 + sum(row.num_blocks for row in found) // _MAX_BLOCK_REFS
-    return Trace(list(_interned(found, size, merge)), size * merge)
+    merge = 1 if is_exact else 1 + sum(row.num_blocks for row in ordered) // _MAX_BLOCK_REFS
+    return Trace(list(_interned(ordered, size, merge)), size * merge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,7 @@ class _Row:
 def _rows(rows: list[Any], block_size: int, tokenizer: str | None, rate: float) -> tuple[Iterable[_Row], int]:
     first = rows[0] if isinstance(rows[0], Mapping) else {}
     if "hash_ids" in first:
-        scale = 1.0 if "chat_id" in first else 1e-3
-        return [
-            _Row(
-                r["timestamp"] * scale,
-                r["input_length"],
-                r.get("output_length", 1),
-                r["hash_ids"],
-                str(r.get("session_id", "")),
-            )
-            for r in rows
-        ], block_size or _block_size(rows)
+        return _lines(rows), block_size or _block_size(rows)
     if "requests" in first:
         return _sessions(rows), block_size or int(first["block_size"])
     return _prompts(rows, block_size or 32, tokenizer, rate), block_size or 32
@@ -136,6 +126,13 @@ def _block_size(rows: list[Any]) -> int:
         if all(len(r["hash_ids"]) - (r["input_length"] >> power) in (0, 1) for r in rows):
             return 1 << power
     raise ValueError("the size of its blocks does not follow from it, say it")
+
+
+def _lines(rows: list[Any]) -> Iterator[_Row]:
+    scale = 1.0 if "chat_id" in rows[0] else 1e-3
+    for row in rows:
+        num_new, session = row.get("output_length", 1), str(row.get("session_id", ""))
+        yield _Row(row["timestamp"] * scale, row["input_length"], num_new, row["hash_ids"], session)
 
 
 def _sessions(rows: list[Any]) -> Iterator[_Row]:

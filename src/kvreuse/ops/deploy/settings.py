@@ -78,18 +78,15 @@ class Canary(_Checked):
 class Hosting(_Checked):
     """Where and how it runs."""
 
+    # fmt: off
     endpoint_name: str = option("kvreuse", _NAME, "")
     instance_type: str = _required(_matching(r"ml\.\w[\w-]*\.\w+", "such as ml.g5.xlarge"), "Type of instance")
     initial_instance_count: int = option(1, integer(1, 10_000), "Instances, the fewest under autoscaling")
-    max_instance_count: int | None = option(
-        None, integer(1, 10_000), "Most instances; autoscaling is on if that is more"
-    )
+    max_instance_count: int | None = option(None, integer(1, 10_000),
+        "Most instances; autoscaling is on if that is more")
     autoscaling_metric: str = option("concurrency", choice("concurrency", "gpu"), "What is kept at a target")
-    autoscaling_target: float | None = option(
-        None,
-        number(0, 1e6, above_low=True),
-        "Of each instance: requests (auto: 0.75 x max_batch_size), GPU percent (auto: 60)",
-    )
+    autoscaling_target: float | None = option(None, number(0, 1e6, above_low=True),
+        "Of each instance: requests (auto: 0.75 x max_batch_size), GPU percent (auto: 60)")
     scale_out_cooldown_s: int = option(300, integer(0, 86_400), "Seconds between two additions")
     scale_in_cooldown_s: int = option(1800, integer(0, 86_400), "Seconds between two removals; each drops a store")
     inference_ami_version: str | None = option(None, _NAME, "Image of the instance; auto runs CUDA 13 on GPU types")
@@ -97,14 +94,13 @@ class Hosting(_Checked):
     startup_timeout_s: int = option(1800, integer(60, 3600), "Seconds until the container must be ready")
     download_timeout_s: int = option(1800, integer(60, 3600), "Seconds until the model must be downloaded")
     prefix_length_bytes: int = option(4096, integer(1024, 65_536), "Start of a body by which instances share requests")
-    prefix_concurrency: int | None = option(
-        None, integer(1, 1024), "Requests in an instance beyond which others take over; auto is max_batch_size"
-    )
+    prefix_concurrency: int | None = option(None, integer(1, 1024),
+        "Requests in an instance beyond which others take over; auto is max_batch_size")
     bake_s: int = option(600, integer(0, 3600), "Seconds that an update is watched before the old instances go")
     hit_rate_alarm: float = option(0.7, number(0, 1, above_low=True), "Hit rate below which an alarm goes off")
-    alarm_topic: str | None = option(
-        None, _matching(r"arn:aws[a-z-]*:sns:\S+", "an ARN of SNS"), "Topic that alarms go to"
-    )
+    alarm_topic: str | None = option(None, _matching(r"arn:aws[a-z-]*:sns:\S+", "an ARN of SNS"),
+        "Topic that alarms go to")
+    # fmt: on
     canary: Canary | None = None
 
     @classmethod

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import ceil, inf
 
 from kvreuse.ops.plan.hardware import InstanceType, Model
@@ -113,23 +114,17 @@ class Planner:
 
     def plan(self, target: float, types: Sequence[InstanceType], model: Model, *, memory_ratio: float) -> Plan | None:
         """The cheapest that reaches the target, of equal ones the fastest; None when there is none."""
-        fleets = sorted(
-            (
-                (kind.usd_per_hour * num, kind.prefill_token_s(model), num, kind)
-                for kind in types
-                for num in self._sizes()
-            ),
-            key=lambda fleet: fleet[:3],
-        )
-        for _, _, num_instances, kind in fleets:
+        sizes = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= self.max_instances]
+
+        def badness(fleet: tuple[InstanceType, int]) -> tuple[float, float, int]:
+            return fleet[0].usd_per_hour * fleet[1], fleet[0].prefill_token_s(model), fleet[1]
+
+        for kind, num_instances in sorted(product(types, sizes), key=badness):
             tiers = kind.tier_tokens(model, memory_ratio=memory_ratio)
             found = self._fleet(kind, num_instances, tiers, model) if tiers["device"] >= self._longest else None
             if found is not None and found.hit_rate >= target and found.load <= _MAX_LOAD:
                 return self._trimmed(found, target)
         return None
-
-    def _sizes(self) -> list[int]:
-        return [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if n <= self.max_instances]
 
     @property
     def _longest(self) -> int:
@@ -192,11 +187,7 @@ class Planner:
             first.setdefault(key, number)
         total = self.trace.num_prompt_tokens
         return [
-            Blame(
-                first_request=first[key],
-                num_requests=counts[key],
-                prompt_share=tokens[key] / total,
-                compulsory_share=amount / total,
-            )
+            Blame(first_request=first[key], num_requests=counts[key], prompt_share=tokens[key] / total,
+                  compulsory_share=amount / total)
             for key, amount in fresh.most_common(num_groups)
-        ]
+        ]  # fmt: skip
