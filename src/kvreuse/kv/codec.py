@@ -52,15 +52,18 @@ class BlockCodec:
 
     def read(self, pool: KVPool, slot: int) -> Tensor:
         """A copy of slots [slot, slot + block_size) as a raw payload, uint8 (raw_bytes,) on the CPU."""
-        payload = torch.empty(self.raw_bytes, dtype=torch.uint8)
+        gpus = [device for device in pool.layout.devices if device.type == "cuda"]
+        payload = torch.empty(self.raw_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
         for slots, values in self._pairs(pool, slot, payload):
-            values.copy_(slots)
+            values.copy_(slots, non_blocking=True)
+        for gpu in gpus:  # once for all layers
+            torch.cuda.current_stream(gpu).synchronize()
         return payload
 
     def write(self, pool: KVPool, slot: int, payload: Tensor) -> None:
         """Put a raw payload into slots [slot, slot + block_size)."""
         for slots, values in self._pairs(pool, slot, payload):
-            slots.copy_(values)
+            slots.copy_(values, non_blocking=True)
 
     def pack(self, payload: Tensor, encoding: str) -> tuple[Tensor, str]:
         """(payload, encoding): packed, or as it came ("raw") when that would break the error bound of `encoding`."""
