@@ -56,8 +56,8 @@ def check_at_rest(engine: Engine) -> None:
     """No sequence left, no slot outside nodes, no pin; the store agrees with itself."""
     store = engine._parts.cache
     store.check_integrity()
-    usage = store.usage()
-    assert engine._parts.scheduler.num_running == engine._parts.scheduler.num_waiting == 0
+    usage, gauges = store.usage(), engine.snapshot()
+    assert gauges["running"] == gauges["waiting"] == 0
     assert not engine._requests
     assert usage.private_slots == 0
     assert usage.pinned_slots == 0

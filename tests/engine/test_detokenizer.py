@@ -158,7 +158,7 @@ def test_work_per_token_does_not_grow_with_the_answer(tokenizer: Tokenizer) -> N
 def test_special_tokens_leave_no_trace() -> None:
     tokenizer = KINDS["byte_level"]
     first, second = tokenizer.encode("世界", add_special_tokens=False)[:2]
-    eos = tokenizer.eos_token_ids[0]
+    eos = tokenizer.hf.eos_token_id
     assert "".join(push_all(Detokenizer(tokenizer), [eos, first, eos, second])) == tokenizer.decode([first, second])
 
 
@@ -199,7 +199,7 @@ def test_an_answer_that_continues_the_prompt_keeps_its_leading_space() -> None:
 
 def test_an_answer_after_a_special_token_starts_a_new_text() -> None:
     tokenizer = KINDS["byte_fallback"]
-    prompt_ids = [*tokenizer.encode("is"), *tokenizer.eos_token_ids]
+    prompt_ids = [*tokenizer.encode("is"), tokenizer.hf.eos_token_id]
     assert "".join(push_all(Detokenizer(tokenizer, prompt_ids=prompt_ids), tokenizer.encode("the"))) == "the"
 
 

@@ -55,7 +55,6 @@ def test_the_demo_model_is_loaded_by_its_short_name() -> None:
     loaded = load("demo")
     assert (loaded.name, loaded.max_model_len, loaded.eos_token_ids) == ("demo", 8192, (2,))
     assert (loaded.model.dtype, loaded.model.training) == (torch.float32, False)
-    assert loaded.model.config.use_cache is True
     assert loaded.tokenizer.hf.chat_template
 
 
@@ -176,6 +175,12 @@ def test_without_a_generation_config_it_is_that_of_the_model(tmp_path: Path) -> 
     save_checkpoint(tmp_path, eos_token_id=[4, 5])
     (tmp_path / "generation_config.json").unlink()
     assert load(tmp_path).eos_token_ids == (4, 5)
+
+
+def test_without_either_it_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, eos_token_id=None)
+    (tmp_path / "generation_config.json").unlink()
+    assert load(tmp_path).eos_token_ids == (2,)
 
 
 def test_max_model_len_is_the_smaller_of_option_and_model(tmp_path: Path) -> None:

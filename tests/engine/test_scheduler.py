@@ -58,7 +58,7 @@ class World:
     def run(self, max_steps=500):
         """Steps until nothing is left; all that was computed."""
         done = []
-        while self.scheduler.num_running or self.scheduler.num_waiting:
+        while any(self.scheduler.snapshot(num_slots=1)[gauge] for gauge in ("running", "waiting")):
             assert len(done) < max_steps, "no end in sight"
             done.append(self.step())
         return done

@@ -140,13 +140,6 @@ def test_half_a_surrogate_pair_is_a_request_error() -> None:
     assert (in_text.value.param, in_chat.value.param) == ("inputs", "messages")
 
 
-def test_the_end_of_sequence_is_that_of_the_tokenizer() -> None:
-    assert DEMO.eos_token_ids == (2,)
-    tokenizer = make_tokenizer()
-    tokenizer.hf.eos_token = None
-    assert tokenizer.eos_token_ids == ()
-
-
 def test_the_text_of_a_token_keeps_its_space_and_shows_special_tokens() -> None:
     space_word = DEMO.encode("a the", add_special_tokens=False)[1]
     assert DEMO.token_text(space_word) == " the"

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,28 +25,21 @@ log = logging.getLogger("kvreuse.audit")
 MAX_PENDING = 4
 
 
+@dataclass(kw_only=True)
 class Auditor:
     """`rate`: share of hits to audit. `tolerance`: largest absolute difference of a logit that rounding explains.
 
     start(answers) queues a request of ours; on_mismatch(sequence) gets the recomputed one when the cache was wrong.
     """
 
-    def __init__(
-        self,
-        *,
-        rate: float,
-        tolerance: float,
-        start: Callable[[Answers], Sequence],
-        on_mismatch: Callable[[Sequence], None],
-    ) -> None:
-        self._rate = rate
-        self._tolerance = tolerance
-        self._start = start
-        self._on_mismatch = on_mismatch
-        self._random = random.Random()
-        self._pending: dict[Sequence, tuple[Tensor, int]] = {}  # of the hit: its logits, its cached tokens
-        self.num_audits = 0
-        self.num_mismatches = 0
+    rate: float
+    tolerance: float
+    start: Callable[[Answers], Sequence]
+    on_mismatch: Callable[[Sequence], None]
+    num_audits: int = 0
+    num_mismatches: int = 0
+    # Of the hit that is audited: its logits and its cached tokens.
+    _pending: dict[Sequence, tuple[Tensor, int]] = field(default_factory=dict)
 
     def look(self, sequence: Sequence, logits: Tensor) -> None:
         """The next token of a sequence is about to be chosen from `logits` (vocabulary,)."""
@@ -60,13 +53,13 @@ class Auditor:
                 sampling=SamplingParams(max_new_tokens=1),
                 reuse=False,
             )
-            recomputed = self._start(Answers(request, lambda event: None, time.monotonic))
+            recomputed = self.start(Answers(request, lambda event: None, time.monotonic))
             self._pending[recomputed] = logits.clone(), sequence.lease.num_cached_tokens
 
     def _is_due(self, sequence: Sequence, num_cached_tokens: int) -> bool:
         """Whether this is the first token of a hit, and one that the rate picks."""
         is_first_of_hit = num_cached_tokens and not (sequence.num_generated_tokens or sequence.index)
-        if not is_first_of_hit or self._random.random() >= self._rate:
+        if not is_first_of_hit or random.random() >= self.rate:
             return False
         self._pending = {audit: hit for audit, hit in self._pending.items() if not audit.is_finished}
         return len(self._pending) < MAX_PENDING
@@ -74,7 +67,7 @@ class Auditor:
     def _compare(self, sequence: Sequence, logits: Tensor, predicted: Tensor, num_cached_tokens: int) -> None:
         self.num_audits += 1
         difference = float((logits - predicted).abs().max())
-        if difference <= self._tolerance:
+        if difference <= self.tolerance:
             return
         self.num_mismatches += 1
         log.error(
@@ -84,7 +77,7 @@ class Auditor:
             sequence.hashes()[-1].hex() if sequence.hashes() else "",
             difference,
         )
-        self._on_mismatch(sequence)
+        self.on_mismatch(sequence)
 
 
 def tolerance_for(dtype: torch.dtype) -> float:

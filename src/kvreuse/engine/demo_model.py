@@ -108,8 +108,7 @@ def quiet_transformers() -> Iterator[None]:
     hf_logging.set_verbosity(logging.ERROR)
     hf_logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         hf_logging.set_verbosity(verbosity)

@@ -176,11 +176,9 @@ class Engine:
             self._next_upkeep_s = self._clock() + self._parts.defrag_interval_s
 
     def _start(self, answers: Answers) -> None:
-        request = answers.request
-        if request.request_id not in self._requests:
-            return
-        for index in range(request.sampling.n):
-            self._queue(answers, index)
+        if answers.request.request_id in self._requests:
+            for index in range(answers.request.sampling.n):
+                self._queue(answers, index)
 
     def _queue(self, answers: Answers, index: int = 0) -> Sequence:
         sequence = Sequence.start(answers, index, tokenizer=self.tokenizer, block_size=self._parts.cache.block_size)
@@ -198,7 +196,7 @@ class Engine:
         if answers is not None:
             for sequence in answers.sequences:
                 if not sequence.is_finished:
-                    self._show(sequence, sequence.end(FinishReason.ABORT))
+                    self._show(sequence, sequence.abort())
             self._close(answers)
 
     def _step(self) -> None:
@@ -232,7 +230,7 @@ class Engine:
             self._parts.lower.measured(batch, took_ms=(time.perf_counter() - started_s) * 1e3)
         for item, row in zip(items, logits, strict=True):
             self._auditor.look(item.sequence, row)
-        token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items]) if items else ([], [])
+        token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items])
         self._parts.scheduler.commit(batch)
         return items, token_ids, logprobs
 

@@ -73,7 +73,6 @@ def load_model(config: Config, *, device: torch.device, attn_implementation: str
         )
     _check_loaded(model, sorted(info["missing_keys"]), source)
     model.eval()
-    model.config.use_cache = True
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -195,11 +194,11 @@ def _device_map(device: torch.device) -> Any:
 
 
 def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        found = getattr(config, "eos_token_id", None)
+    for part in (model.generation_config, model.config.get_text_config(decoder=True), tokenizer.hf):
+        found = getattr(part, "eos_token_id", None)
         if found is not None:
             return tuple(found) if isinstance(found, list | tuple) else (int(found),)
-    return tokenizer.eos_token_ids
+    return ()
 
 
 def configure_threads(num_threads: int | None, *, cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -72,19 +72,19 @@ class LowerTiers:
             self.stack.offer(Block(key=key, tenant=tenant, token_bytes=token_bytes, payload=payload))
 
     def load(
-        self, cache: PrefixCache, sequence: Sequence, *, num_resident: int, on_arrival: Callable[[Sequence], None]
+        self, cache: PrefixCache, sequence: Sequence, *, first_block: int, on_arrival: Callable[[Sequence], None]
     ) -> float | None:
-        """Begin to load into `cache` what the tiers have beyond the resident tokens. None: nothing to wait for.
+        """Begin to load into `cache` what the tiers have from `first_block` on. None: nothing to wait for.
 
         Returns for how many seconds to wait at most: then computing is quicker than what is still to come. A sequence
         asks once. on_arrival(sequence) is called on the engine's thread.
         """
-        if sequence.has_tried_tiers or not sequence.request.reuse:
+        if sequence.has_tried_tiers:
             return None
         sequence.has_tried_tiers = True
         size = self._codec.block_size
-        first, last = num_resident // size, (len(sequence.token_ids) - 1) // size
-        keys = sequence.hashes()[first:last]
+        last_block = (len(sequence.token_ids) - 1) // size
+        keys = sequence.hashes()[first_block:last_block]
         num_blocks, load_ms = self.stack.forecast(keys)
         if not num_blocks:
             return None
@@ -92,11 +92,13 @@ class LowerTiers:
         if load_ms > compute_ms:
             sequence.answers.is_load_slower = True
             return None
-        token_bytes = [pack_tokens(sequence.token_ids[i * size : (i + 1) * size]) for i in range(first, last)]
+        token_bytes = [
+            pack_tokens(sequence.token_ids[i * size : (i + 1) * size]) for i in range(first_block, last_block)
+        ]
 
         def arrived(fetched: Fetched) -> None:
             if fetched.blocks:
-                self._install(cache, sequence, first, fetched)
+                self._install(cache, sequence, first_block, fetched)
             on_arrival(sequence)
 
         is_asked = self.stack.fetch(keys, token_bytes, lambda fetched: self.post(lambda: arrived(fetched)))

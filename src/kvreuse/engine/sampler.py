@@ -52,8 +52,8 @@ class SamplingState:
         self.is_plain = not (self.has_penalties or params.logit_bias or mask)
         # One number per token is drawn, so that neither the batch nor the device changes what a seed gives.
         self._random = random.Random() if params.seed is None else random.Random(f"{params.seed}/{index}")
-        self._prompt_ids = prompt_ids
-        self._counts: Tensor | None = None
+        # How often each token of prompt or answer is in the answer.
+        self.counts = dict.fromkeys(prompt_ids, 0) if self.has_penalties else {}
 
     def draw(self) -> float:
         """The next random number, in [0, 1)."""
@@ -61,16 +61,8 @@ class SamplingState:
 
     def record(self, token_id: int) -> None:
         """Remember a generated token for the penalties. `sample` does it for the tokens that it returns."""
-        if self._counts is not None:
-            self._counts[token_id] = self._counts[token_id].clamp(min=0) + 1
-
-    def counts(self, scores: Tensor) -> Tensor:
-        """How often each token is in the answer, -1 if not even in the prompt: like `scores`, float32 [vocab]."""
-        if self._counts is None:
-            self._counts = torch.full_like(scores, -1)
-            # Ids beyond the model's vocabulary can be in the prompt but are never generated.
-            self._counts[[i for i in set(self._prompt_ids) if i < len(scores)]] = 0
-        return self._counts
+        if self.has_penalties:
+            self.counts[token_id] = self.counts.get(token_id, 0) + 1
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingState]) -> tuple[list[int], list[TokenLogprob | None]]:
@@ -125,10 +117,15 @@ def _adjusted(logits: Tensor, rows: Sequence[SamplingState]) -> Tensor:
 
 
 def _penalise(scores: Tensor, row: SamplingState) -> None:
-    params, counts = row.params, row.counts(scores)
-    repeated = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
-    scores.copy_(torch.where(counts >= 0, repeated, scores))
-    scores -= counts.clamp(min=0) * params.frequency_penalty + (counts > 0) * params.presence_penalty
+    params = row.params
+    ids = torch.tensor(list(row.counts), dtype=torch.long, device=scores.device)
+    counts = scores.new_tensor(list(row.counts.values()))
+    # Ids beyond the model's vocabulary can be in the prompt but are never generated.
+    is_known = ids < len(scores)
+    ids, counts = ids[is_known], counts[is_known]
+    seen = scores[ids]
+    seen = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+    scores[ids] = seen - counts * params.frequency_penalty - (counts > 0) * params.presence_penalty
 
 
 def _draw(scores: Tensor, rows: Sequence[SamplingState]) -> Tensor:

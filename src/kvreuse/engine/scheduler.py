@@ -72,22 +72,12 @@ class Scheduler:
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
 
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold memory."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that do not yet."""
-        return len(self._waiting) + len(self._in_flight) + len(self._loading)
-
     def snapshot(self, *, num_slots: int) -> dict[str, float]:
-        """Counters, and the prompt tokens that a pool of half to four times `num_slots` would have served."""
+        """Gauges, counters, and the prompt tokens that a pool of half to four times `num_slots` would have served."""
         sizes = {"0_5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
         return {
-            "running": self.num_running,
-            "waiting": self.num_waiting,
+            "running": len(self._running),
+            "waiting": len(self._waiting) + len(self._in_flight) + len(self._loading),
             "preempted": self.num_preempted,
             "prefilled_tokens": self.num_prefilled_tokens,
             **{f"expected_cached_tokens_{name}x": self._curve.hit_tokens(f * num_slots) for name, f in sizes.items()},
@@ -197,8 +187,7 @@ class Scheduler:
         for sequence in self._waiting.candidates(self._num_resident):
             if not budget or len(self._running) >= self._limits.max_batch_size:
                 return
-            num_resident = self._num_resident(sequence)
-            if self._must_wait(sequence, num_resident) or self._load(sequence, num_resident):
+            if sequence.request.reuse and self._waits(sequence):
                 self._waiting.remove(sequence)
                 continue
             if not self._start(sequence):
@@ -213,24 +202,21 @@ class Scheduler:
             return 0
         return self._cache.peek(sequence.token_ids, scope=sequence.request.scope, hashes=sequence.hashes())
 
-    def _must_wait(self, sequence: Sequence, num_resident: int) -> bool:
-        """Single flight: somebody is computing the next block that this sequence needs."""
-        if not sequence.request.reuse:
-            return False
-        next_block = num_resident // self._cache.block_size
-        num_matchable = (len(sequence.token_ids) - 1) // self._cache.block_size
-        return self._in_flight.block(sequence, sequence.hashes()[next_block:num_matchable])
-
-    def _load(self, sequence: Sequence, num_resident: int) -> bool:
-        """Storage has more of the prompt, and is asked for it."""
+    def _waits(self, sequence: Sequence) -> bool:
+        """Single flight: somebody is computing the next block that this sequence needs, or storage is asked for it."""
+        block_size = self._cache.block_size
+        first = self._num_resident(sequence) // block_size
+        last = (len(sequence.token_ids) - 1) // block_size
+        if self._in_flight.block(sequence, sequence.hashes()[first:last]):
+            return True
         if self._lower is None:
             return False
-        patience_s = self._lower.load(self._cache, sequence, num_resident=num_resident, on_arrival=self._stop_loading)
+        patience_s = self._lower.load(self._cache, sequence, first_block=first, on_arrival=self._stop_loading)
         if patience_s is None:
             return False
         self._loading[sequence] = self._clock() + patience_s
         # Who needs the same blocks waits for this load.
-        self._in_flight.claim(sequence, first_block=num_resident // self._cache.block_size)
+        self._in_flight.claim(sequence, first_block=first)
         return True
 
     def _stop_loading(self, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from kvreuse.cache.hashing import BlockHasher
 from kvreuse.cache.lease import Lease
@@ -104,32 +105,27 @@ class Sequence:
         self.token_ids.append(token_id)
         logprobs = () if logprob is None else (logprob,)
         self.logprobs.extend(logprobs)
-        if token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos):
-            return self.end(FinishReason.EOS, token_ids=(token_id,), logprobs=logprobs)
-        text = self.detokenizer.push(token_id)
-        self.text.append(text)
-        reason = FinishReason.LENGTH if self.num_remaining_tokens <= 0 else None
-        if self.detokenizer.stopped:
-            reason = FinishReason.STOP
-        if reason is not None:
-            return self.end(reason, text=text, token_ids=(token_id,), logprobs=logprobs)
-        return Delta(index=self.index, text=text, token_ids=(token_id,), logprobs=logprobs)
+        is_eos = token_id in sampling.stop_token_ids or (token_id in eos_token_ids and not sampling.ignore_eos)
+        text = "" if is_eos else self.detokenizer.push(token_id)
+        if is_eos:
+            self.finish_reason = FinishReason.EOS
+        elif self.detokenizer.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif self.num_remaining_tokens <= 0:
+            self.finish_reason = FinishReason.LENGTH
+        return self._delta(text, token_ids=(token_id,), logprobs=logprobs)
 
-    def end(
-        self,
-        reason: FinishReason,
-        *,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> Delta:
-        """Finish the answer: its last delta, with the text that was held back."""
-        self.finish_reason = reason
-        held_back = self.detokenizer.flush()
-        self.text.append(held_back)
-        return Delta(
-            index=self.index, text=text + held_back, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
-        )
+    def abort(self) -> Delta:
+        """Finish the answer as it stands."""
+        self.finish_reason = FinishReason.ABORT
+        return self._delta("")
+
+    def _delta(self, text: str, **said: Any) -> Delta:
+        """With the text that was held back, where it is the last one."""
+        if self.is_finished:
+            text += self.detokenizer.flush()
+        self.text.append(text)
+        return Delta(index=self.index, text=text, finish_reason=self.finish_reason, **said)
 
     def completion(self) -> Completion:
         """The answer as it stands."""
@@ -151,8 +147,7 @@ class Answers:
         self.sequences: list[Sequence] = []
         self._clock = clock
         self.arrival_s = clock()
-        self._admitted_s: float | None = None
-        self._first_token_s: float | None = None
+        self._admitted_s = self._first_token_s = inf
         self._lease: Lease | None = None
         self._lookup_s = 0.0
         self.promoted_from = Tier.NONE  # the lower tier that some of the cached tokens came from
@@ -171,8 +166,7 @@ class Answers:
 
     def got_token(self) -> None:
         """A token of any answer was sampled."""
-        if self._first_token_s is None:
-            self._first_token_s = self._clock()
+        self._first_token_s = min(self._first_token_s, self._clock())
 
     def facts(self) -> CacheFacts:
         """What the caller is told."""
@@ -188,8 +182,8 @@ class Answers:
             miss_reason=reason,
             diverged_at=lease.diverged_at if lease and reason is MissReason.DIVERGED else None,
             lookup_ms=self._lookup_s * 1e3,
-            queue_ms=((now if self._admitted_s is None else self._admitted_s) - self.arrival_s) * 1e3,
-            ttft_ms=((now if self._first_token_s is None else self._first_token_s) - self.arrival_s) * 1e3,
+            queue_ms=(min(now, self._admitted_s) - self.arrival_s) * 1e3,
+            ttft_ms=(min(now, self._first_token_s) - self.arrival_s) * 1e3,
         )
 
 

@@ -45,11 +45,6 @@ class Tokenizer:
         return len(self.hf)
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's own end of sequence: none or one id. The generation config may name others."""
-        return () if self.hf.eos_token_id is None else (int(self.hf.eos_token_id),)
-
-    @property
     def has_byte_fallback(self) -> bool:
         """Whether characters outside the vocabulary are spelled with tokens like <0xE2>."""
         return bool(self._byte_ids)

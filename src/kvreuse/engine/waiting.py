@@ -69,8 +69,6 @@ class WaitingRoom:
         """
         now = self._clock()
         head = [s for s in islice(self._queue, MAX_CANDIDATES) if not self._is_held(s, now)]
-        if len(head) < 2:
-            return head
         return sorted(
             head,
             key=lambda s: (
