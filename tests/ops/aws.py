@@ -28,7 +28,7 @@ from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 from pytest import MonkeyPatch
 
-from kvreuse.ops.deploy.calls import Call
+from kvreuse.ops.deploy.resources import Call
 
 __all__ = ["REGION", "ROLE", "Sent", "aws", "client", "limit_faults"]
 

@@ -11,11 +11,10 @@ from botocore.stub import ANY, Stubber
 from ops.aws import ROLE
 
 from kvreuse.ops.deploy import DeployError, Hosting
-from kvreuse.ops.deploy.calls import call
 from kvreuse.ops.deploy.cloud import Cloud
 from kvreuse.ops.deploy.compare import FIGURES, figures, query, table
 from kvreuse.ops.deploy.plan import Endpoint, Fleet, Observed, plan_deploy
-from kvreuse.ops.deploy.resources import update_endpoint
+from kvreuse.ops.deploy.resources import call, update_endpoint
 from kvreuse.ops.deploy.settings import Source
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

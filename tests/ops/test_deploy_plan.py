@@ -13,10 +13,9 @@ from ops.aws import ROLE, limit_faults
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.deploy import Canary, Hosting
-from kvreuse.ops.deploy.calls import Call, call
 from kvreuse.ops.deploy.compare import FIGURES
 from kvreuse.ops.deploy.plan import Endpoint, Fleet, Observed, plan_deploy, plan_destroy
-from kvreuse.ops.deploy.resources import policy
+from kvreuse.ops.deploy.resources import Call, call, policy
 from kvreuse.ops.deploy.settings import Source
 from kvreuse.telemetry.catalog import CATALOG
 

@@ -33,15 +33,21 @@ class Kind:
     accepts: Callable[[Any], bool]
     allowed: str
 
+    def read(self, raw: str) -> Any:
+        """The value; text that is none stays text, which no kind but text accepts."""
+        try:
+            return self.parse(raw)
+        except (ValueError, KeyError, OverflowError):
+            return raw
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What is declared of one option. `name` is its field in Config.
+    """What is declared of one option.
 
     key: its name in serving.properties. env: further environment variables that set it, strongest first.
     """
 
-    name: str = ""
     key: str = ""
     kind: Kind
     doc: str

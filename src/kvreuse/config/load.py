@@ -89,10 +89,7 @@ def _from_flags(flags: Mapping[str, str]) -> dict[str, _Given]:
 def _value(name: str, given: _Given) -> Any:
     option = OPTIONS[name]
     raw = given.raw.strip()
-    try:
-        value = option.kind.parse(raw)
-    except (ValueError, KeyError, OverflowError):
-        value = raw  # refused below: no kind but text accepts a str that it did not parse
+    value = option.kind.read(raw)
     try:
         option.check(value, shown_as=raw)
     except ConfigError as error:

@@ -139,8 +139,8 @@ class Config:
     ignored: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for declared in OPTIONS.values():
-            declared.check(getattr(self, declared.name))
+        for name, declared in OPTIONS.items():
+            declared.check(getattr(self, name))
         if self.max_batch_tokens < self.max_batch_size:
             raise ConfigError(
                 f"option.max_batch_tokens is {self.max_batch_tokens}, "
@@ -173,7 +173,7 @@ class Config:
 
 def _named(name: str, declared: Option) -> Option:
     unit = declared.unit or _UNITS.get(name.rpartition("_")[2], "")
-    return replace(declared, name=name, key=declared.key or f"option.{name}", unit=unit)
+    return replace(declared, key=declared.key or f"option.{name}", unit=unit)
 
 
 OPTIONS: Mapping[str, Option] = {

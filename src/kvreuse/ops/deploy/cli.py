@@ -10,14 +10,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import Any
 
 from kvreuse.config import Option
 from kvreuse.errors import ConfigError
-from kvreuse.ops.deploy.calls import Call
 from kvreuse.ops.deploy.cloud import Cloud, DeployError
 from kvreuse.ops.deploy.plan import plan_deploy
-from kvreuse.ops.deploy.resources import policy
+from kvreuse.ops.deploy.resources import Call, policy
 from kvreuse.ops.deploy.settings import Canary, Hosting, Source, by_field
 
 __all__ = ["add_parser", "carry_out", "run"]
@@ -77,7 +75,7 @@ def carry_out(plan: Callable[[Cloud], Sequence[Call]], *, is_dry_run: bool) -> i
 
 
 def _wanted(args: argparse.Namespace) -> tuple[Source, Hosting]:
-    given = {name: _value(name, raw) for name, raw in vars(args).items() if name in _SETTINGS}
+    given = {name: _SETTINGS[name].kind.read(raw) for name, raw in vars(args).items() if name in _SETTINGS}
     for name, option in _SETTINGS.items():
         if option.default is MISSING and name not in given:
             raise ConfigError(f"{_flag(name)} is missing\nhint: kvreuse deploy --help")
@@ -86,14 +84,6 @@ def _wanted(args: argparse.Namespace) -> tuple[Source, Hosting]:
     of_source = {item.name: given.pop(item.name) for item in fields(Source) if item.name in given}
     source = Source(**of_source, options=options if canary else options | change, env=_pairs(args.env, "--env"))
     return source, Hosting(endpoint_name=args.endpoint, canary=canary, **given)
-
-
-def _value(name: str, raw: str) -> Any:
-    """Text that is no value of its kind stays text, and the setting then refuses it."""
-    try:
-        return _SETTINGS[name].kind.parse(raw)
-    except (ValueError, KeyError):
-        return raw
 
 
 def _flag(name: str) -> str:

@@ -15,8 +15,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from kvreuse.errors import KVReuseError
 from kvreuse.ops.deploy import resources, watch
-from kvreuse.ops.deploy.calls import Call, call
 from kvreuse.ops.deploy.plan import Endpoint, Fleet, Observed
+from kvreuse.ops.deploy.resources import Call, call
 
 __all__ = ["Cloud", "DeployError"]
 

@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import product
 from typing import Any, NamedTuple
 
 from kvreuse.config import OPTIONS
-from kvreuse.ops.deploy.calls import Call, call
 from kvreuse.ops.deploy.cloud import Cloud, DeployError
-from kvreuse.ops.deploy.resources import dimensions
+from kvreuse.ops.deploy.resources import Call, call, dimensions
 
 __all__ = ["FIGURES", "add_parser", "figures", "query", "run", "table"]
 
@@ -83,26 +83,15 @@ def figures(cloud: Cloud, endpoint_name: str, *, namespace: str, hours: int) -> 
 
 def query(endpoint_name: str, variant_names: Sequence[str], *, namespace: str, start: datetime) -> Call:
     """Each figure by the hour from `start` to now, and how many samples it rests on."""
-    queries = [
-        {
-            "Id": f"v{number}_{key}_{role}",
-            "MetricStat": {
-                "Metric": {
-                    "Namespace": figure.namespace or namespace,
-                    "MetricName": figure.metric,
-                    "Dimensions": dimensions(endpoint_name, name),
-                },
-                "Period": _HOUR_S,
-                "Stat": statistic,
-            },
-        }
-        for number, name in enumerate(variant_names)
-        for key, figure in FIGURES.items()
-        for role, statistic in (("value", figure.statistic), ("weight", "SampleCount"))
-    ]
-    return call(
-        "cloudwatch", "GetMetricData", MetricDataQueries=queries, StartTime=start, EndTime=datetime.now(start.tzinfo)
-    )
+    queries = []
+    for (number, name), (key, figure) in product(enumerate(variant_names), FIGURES.items()):
+        metric = {"Namespace": figure.namespace or namespace, "MetricName": figure.metric,
+                  "Dimensions": dimensions(endpoint_name, name)}  # fmt: skip
+        for role, statistic in (("value", figure.statistic), ("weight", "SampleCount")):
+            measured = {"Metric": metric, "Period": _HOUR_S, "Stat": statistic}
+            queries.append({"Id": f"v{number}_{key}_{role}", "MetricStat": measured})
+    end = datetime.now(start.tzinfo)
+    return call("cloudwatch", "GetMetricData", MetricDataQueries=queries, StartTime=start, EndTime=end)
 
 
 def _over_hours(figure: Figure, results: Mapping[str, Any], query_id: str) -> float | None:

@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvreuse.ops.deploy.calls import Call
 from kvreuse.ops.deploy.cloud import Cloud
 from kvreuse.ops.deploy.plan import plan_deploy, plan_destroy
+from kvreuse.ops.deploy.resources import Call
 from kvreuse.ops.deploy.settings import Hosting, Source
 
 __all__ = ["KVReuseModel", "Predictor"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.deploy import resources, watch
-from kvreuse.ops.deploy.calls import Call, call
+from kvreuse.ops.deploy.resources import Call, call
 from kvreuse.ops.deploy.settings import Hosting, Source, Variant, variants
 
 __all__ = ["Endpoint", "Fleet", "Observed", "plan_deploy", "plan_destroy"]

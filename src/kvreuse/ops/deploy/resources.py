@@ -1,6 +1,6 @@
-"""The calls that make models, configurations, endpoints and their scaling, under names that say their content.
+"""A call to AWS as a value, and those that make models, configurations, endpoints and their scaling.
 
-Knows SageMaker's shapes. Knows nothing of what exists already.
+Knows SageMaker's shapes, and gives names that say the content. Knows nothing of what exists already; sends nothing.
 """
 
 from __future__ import annotations
@@ -8,21 +8,49 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from kvreuse.ops.deploy.calls import Call, call
+from botocore import xform_name
+
 from kvreuse.ops.deploy.settings import Hosting, Source, Variant
 
-__all__ = ["create_config", "create_endpoint", "create_model", "dimensions", "name_base", "policy", "scalable_id",
-           "scale", "shape_prefix", "tags", "update_endpoint"]  # fmt: skip
+__all__ = ["Call", "call", "create_config", "create_endpoint", "create_model", "dimensions", "name_base", "policy",
+           "scalable_id", "scale", "shape_prefix", "tags", "update_endpoint"]  # fmt: skip
 
 _GPU_TYPE, _GPU_AMI = re.compile(r"ml\.[gp]\d"), "al2023-ami-sagemaker-inference-gpu-4-1"
 _MAX_NAME, _DIGEST, _NUMBERS_DIGEST = 63, 8, 6  # characters
 _UPDATE_TIMEOUT_S = 14_400
 _BUSY_METRIC = "SageMakerVariantConcurrentRequestsPerModelHighResolution"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One request. `operation` is spelled as in IAM (CreateModel); `wait` names boto3's waiter for its end, if any."""
+
+    service: str
+    operation: str
+    parameters: Mapping[str, Any]
+    wait: str = ""
+
+    @property
+    def method(self) -> str:
+        """Of a boto3 client."""
+        return str(xform_name(self.operation))
+
+    def shown(self) -> dict[str, Any]:
+        """The call as JSON can carry it."""
+        shown = {"service": self.service, "operation": self.operation, "parameters": self.parameters}
+        return shown | ({"wait": self.wait} if self.wait else {})
+
+
+def call(service: str, operation: str, *, wait: str = "", **parameters: Any) -> Call:
+    """A call with these parameters; those that are None are left out."""
+    given = {name: value for name, value in parameters.items() if value is not None}
+    return Call(service=service, operation=operation, parameters=given, wait=wait)
 
 
 def tags(endpoint_name: str) -> list[dict[str, str]]:
@@ -46,15 +74,10 @@ def policy(endpoint_name: str, *, role: str) -> dict[str, Any]:
 def create_model(source: Source, hosting: Hosting, variant: Variant) -> Call:
     """A model never changes: other content is another name."""
     data = {"S3Uri": source.model_data.rstrip("/") + "/", "S3DataType": "S3Prefix", "CompressionType": "None"}
-    content: dict[str, Any] = {
-        "PrimaryContainer": {
-            "Image": source.image_uri,
-            "ModelDataSource": {"S3DataSource": data},
-            "Environment": dict(variant.environment),
-        },
-        "ExecutionRoleArn": source.role,
-        "VpcConfig": source.vpc_config,
-    }
+    container = {"Image": source.image_uri, "ModelDataSource": {"S3DataSource": data},
+                 "Environment": dict(variant.environment)}  # fmt: skip
+    content: dict[str, Any] = {"PrimaryContainer": container, "ExecutionRoleArn": source.role,
+                               "VpcConfig": source.vpc_config}  # fmt: skip
     name = f"{name_base(hosting.endpoint_name)}-{_digest(content)[:_DIGEST]}"
     return call("sagemaker", "CreateModel", ModelName=name, **content, Tags=tags(hosting.endpoint_name))
 

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvreuse.ops.deploy.calls import Call, call
-from kvreuse.ops.deploy.resources import dimensions, tags
+from kvreuse.ops.deploy.resources import Call, call, dimensions, tags
 from kvreuse.ops.deploy.settings import MAIN, Hosting, Variant
 
 __all__ = ["alarm_prefix", "dashboard", "dashboard_name", "marker", "put_alarms", "queries"]
