@@ -145,10 +145,11 @@ class Comparison:
         answers = [ask(url, text, max_tokens=self._load.max_tokens) for text in self._single_prompts]
         return [answer.itl_s for answer in answers if answer.itl_s is not None]
 
-    def _plain_texts(self, prompts: Sequence[str]) -> list[str]:
+    def _plain_texts(self, prompts: Sequence[str]) -> Iterator[str]:
         print(f"computing {len(prompts)} texts to compare with", file=sys.stderr)
         with self._server(_Session(peer=PEERS["transformers"], dtype="float32", concurrencies=(1,))) as (url, _):
-            return [ask(url, prompt, max_tokens=self._load.max_tokens).text for prompt in prompts]
+            for prompt in prompts:
+                yield ask(url, prompt, max_tokens=self._load.max_tokens).text
 
     @contextmanager
     def _server(self, session: _Session) -> Iterator[tuple[str, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 __all__ = ["agrees", "digest", "references"]
@@ -28,17 +28,17 @@ def agrees(text: str, reference: str) -> bool:
 
 
 def references(
-    prompts: Sequence[str], *, model: str, max_tokens: int, compute: Callable[[list[str]], list[str]], file: Path
+    prompts: Sequence[str], *, model: str, max_tokens: int, compute: Callable[[list[str]], Iterable[str]], file: Path
 ) -> list[str]:
-    """The texts for `prompts`. What `file` has not yet is computed, which takes seconds each, and kept there.
+    """The texts for `prompts`. What `file` has not yet is computed, which takes seconds each, and kept there at once.
 
     model: whatever the texts depend on beside the prompt and their length.
     """
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     keys = [hashlib.sha256(f"{model}/{max_tokens}/{prompt}".encode()).hexdigest() for prompt in prompts]
     missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in known}
-    if missing:
-        known |= zip(missing, compute(list(missing.values())), strict=True)
+    for key, text in zip(missing, compute(list(missing.values())) if missing else (), strict=True):
+        known[key] = text
         file.write_text(json.dumps(known, indent=0))
     return [known[key] for key in keys]
 
