@@ -79,12 +79,13 @@ class SpansMatchANaiveMap(RuleBasedStateMachine):
             self.live.append(rest)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def slide(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), down=st.booleans())
+    def slide(self, data: st.DataObject, down: bool) -> None:
         span = data.draw(st.sampled_from(self.live))
-        before, after = self.spans.hole_before(span), self.spans.hole_after(span)
-        target = span.start + data.draw(st.integers(-before, after))
-        self.spans.slide(span, target - span.start)
+        below = next((start for start, length in self.holes().items() if start + length == span.start), span.start)
+        target = below if down else span.start + self.holes().get(span.end, 0)
+        has_hole = target != span.start
+        assert self.spans.slide(span, down=down) == has_hole
         assert span.start == target
         self.own(span)
 
@@ -137,14 +138,3 @@ def test_a_stretch_at_a_given_place_is_given_only_there() -> None:
 def test_an_empty_span_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="positive"):
         SpanAllocator(4).allocate(length)
-
-
-def test_spans_that_do_not_touch_are_not_joined() -> None:
-    spans = SpanAllocator(9)
-    a, b, c = (spans.allocate(3) for _ in range(3))
-    assert a and b and c
-    with pytest.raises(ValueError, match="not neighbours"):
-        spans.join(a, c)
-    with pytest.raises(ValueError, match="cannot slide"):
-        spans.slide(b, 1)
-    spans.check_integrity()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from itertools import islice
 
 from kvreuse.cache.hashing import TOKEN_BYTES, extend_hashes
-from kvreuse.cache.node import Node, Query, Walk, common_prefix
-from kvreuse.cache.policy import GhostHistory
+from kvreuse.cache.node import Node, Walk, common_prefix
 from kvreuse.cache.tree import PrefixTree
 from kvreuse.types import MissReason
 
@@ -20,26 +19,23 @@ __all__ = ["why_not_more"]
 _MAX_EXAMINED = 16
 
 
-def why_not_more(tree: PrefixTree, ghosts: GhostHistory, *, query: Query, walk: Walk) -> tuple[MissReason, int | None]:
+def why_not_more(tree: PrefixTree, walk: Walk) -> tuple[MissReason, int | None]:
     """The reason why the block after the walk's end did not match and, for DIVERGED, the first token that differs."""
-    ghost = ghosts.get(query.hashes[walk.num_blocks])
-    if ghost is not None:
-        return ghost.reason, None
-    reached = walk.node or tree.root(query.scope)
-    num_common = _longest_common(reached, query, begin=walk.num_blocks * tree.block_size)
+    reason = tree.policy.reason(walk.hashes[walk.num_blocks])
+    if reason is not None:
+        return reason, None
+    reached, begin = walk.node or tree.root(walk.scope), walk.num_blocks * tree.block_size
+    num_common = _longest_common(reached, walk.tokens[begin * TOKEN_BYTES :]) if reached and reached.children else -1
     if num_common > 0 or (num_common == 0 and walk.num_blocks > 0):
-        return MissReason.DIVERGED, walk.num_blocks * tree.block_size + num_common
-    if walk.num_blocks == 0 and _is_elsewhere(tree, query):
+        return MissReason.DIVERGED, begin + num_common
+    if walk.num_blocks == 0 and _is_elsewhere(tree, walk):
         return MissReason.SCOPE, None
     return MissReason.COLD, None
 
 
-def _longest_common(reached: Node | None, query: Query, *, begin: int) -> int:
-    """Tokens from `begin` on that the query shares with a continuation of `reached`; -1 when there is none."""
-    if reached is None:
-        return -1
-    rest = query.tokens[begin * TOKEN_BYTES :]
-    longest, longer = -1, b""
+def _longest_common(reached: Node, rest: bytes) -> int:
+    """Tokens that `rest` shares with a continuation of `reached`."""
+    longest, longer = 0, b""
     for child in islice(reversed(reached.children.values()), _MAX_EXAMINED):
         if child.tokens.startswith(longer):
             longest = common_prefix(child.tokens, rest, unit=TOKEN_BYTES)
@@ -47,15 +43,13 @@ def _longest_common(reached: Node | None, query: Query, *, begin: int) -> int:
     return longest
 
 
-def _is_elsewhere(tree: PrefixTree, query: Query) -> bool:
+def _is_elsewhere(tree: PrefixTree, walk: Walk) -> bool:
     """Is the first block cached under another model or adapter of the same tenant?"""
-    packed = query.tokens[: tree.block_size * TOKEN_BYTES]
-    for root in islice(tree.roots(query.scope.tenant), _MAX_EXAMINED):
-        if root.scope == query.scope:
-            continue
+    packed = walk.tokens[: tree.block_size * TOKEN_BYTES]
+    for root in islice(tree.roots(walk.scope.tenant), _MAX_EXAMINED):
         hashes: list[bytes] = []
         extend_hashes(hashes, packed, scope=root.scope, block_size=tree.block_size)
         node = root.children.get(hashes[0])
-        if node is not None and node.tokens.startswith(packed):
+        if root.scope != walk.scope and node is not None and node.tokens.startswith(packed):
             return True
     return False

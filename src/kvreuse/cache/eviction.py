@@ -1,20 +1,17 @@
-"""How blocks leave: leaf first, from the tail, in the order of the policy; TTL and purge.
+"""How blocks leave: leaf first, from the tail, in the order of the policy; TTL, quota and purge.
 
 Knows the tree and the policy. Knows nothing of leases or of why room is wanted. All under the structure lock.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
+from operator import itemgetter
 
-from kvreuse.cache.hashing import HASH_BYTES
 from kvreuse.cache.node import Node
-from kvreuse.cache.policy import Ghost, Uses
-from kvreuse.cache.spans import SpanAllocator
 from kvreuse.cache.tree import PrefixTree
-from kvreuse.cache.usage import Counters
 from kvreuse.types import MissReason
 
 __all__ = ["Evictor", "OnEvict"]
@@ -24,14 +21,6 @@ OnEvict = Callable[[bytes, bytes, int, str], None]
 _MIN_TO_SWEEP = 1024
 
 _Entry = tuple[float, int, Node]  # last_used_s, stamp, node
-# key, which end, level, entry: of a level may go what was used first and what was used last, in this order when the
-# keys are equal
-_Candidate = tuple[float, int, int, _Entry]
-_COUNTER_OF = {
-    MissReason.EVICTED: "num_evicted_blocks",
-    MissReason.EXPIRED: "num_expired_blocks",
-    MissReason.COLD: "num_purged_blocks",  # a purged block leaves no trace: asking for it again is a cold miss
-}
 
 
 class _Level:
@@ -69,38 +58,25 @@ def is_current(entry: _Entry) -> bool:
 
 
 class Evictor:
-    """Chooses among the unpinned leaves, by the policy."""
+    """Chooses among the unpinned leaves, by the policy. Counts what leaves in `counts`."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        spans: SpanAllocator,
-        *,
-        uses: Uses,
-        counters: Counters,
-        on_evict: OnEvict | None = None,
-    ) -> None:
+    def __init__(self, tree: PrefixTree, *, counts: Counter[str], on_evict: OnEvict | None) -> None:
         self._tree = tree
-        self._spans = spans
-        self._uses = uses
-        self._counters = counters
+        self._counts = counts
         self._on_evict = on_evict
         self._levels: defaultdict[int, _Level] = defaultdict(_Level)
         self._num_stamps = 0
 
-    @property
-    def num_evictable(self) -> int:
-        """Slots that eviction could free now."""
-        return self._tree.num_node_slots - sum(node.span.length for node in self._tree.pinned())
-
     def offer(self, node: Node) -> None:
         """The node may have become an unpinned leaf, or its key may have changed."""
-        if node.is_root or node.children or node.pins:
+        if node.parent is None or node.children or node.pins:
             return
         if node.is_doomed:
-            self._drop(node, node.num_blocks, MissReason.COLD)
+            self._drop(node, node.num_blocks, None)
             return
-        self._file(node, self._levels)
+        self._num_stamps += 1
+        node.stamp = self._num_stamps
+        self._levels[node.level].push((node.last_used_s, node.stamp, node))
 
     def knows(self, node: Node) -> bool:
         """Has the node a current entry?"""
@@ -110,21 +86,26 @@ class Evictor:
         """Free at least num_slots (and less than a block more) by policy; returns how many, fewer only for want of
         unpinned blocks.
         """
-        return self._evict(num_slots, self._levels)
+        freed, block_size = 0, self._tree.block_size
+        while freed < num_slots and (node := self._first()) is not None:
+            wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
+            if self._drop(node, wanted, MissReason.EVICTED):
+                freed += wanted * block_size
+        return freed
 
     def keep_quota(self, tenant: str, num_slots: int, *, max_slots: int) -> bool:
         """May the tenant keep num_slots more? Evicts its own unpinned blocks when that helps, and nothing else."""
-        excess = self._tree.tenant_slots.get(tenant, 0) + num_slots - max_slots
+        excess = self._tree.tenant_slots[tenant] + num_slots - max_slots
         if excess <= 0:
             return True
-        unpinned = [node for root in self._tree.roots(tenant) for node in _below(root) if not node.pins]
+        unpinned = [node for root in self._tree.roots(tenant) for node in root.below() if not node.pins]
         if sum(node.span.length for node in unpinned) < excess:
             return False
-        levels: defaultdict[int, _Level] = defaultdict(_Level)
+        everybodys, self._levels = self._levels, defaultdict(_Level)
         for node in unpinned:
-            if not node.children:
-                self._file(node, levels)
-        freed = self._evict(excess, levels)
+            self.offer(node)
+        freed = self.evict(excess)
+        self._levels = everybodys
         for node in unpinned:
             if node.hashes:
                 self.offer(node)
@@ -132,90 +113,51 @@ class Evictor:
 
     def expire(self, node: Node, *, fresh_after: float) -> int:
         """Drop what is older than fresh_after in the subtree of the node; returns blocks."""
-        stale = [n for n in (*_below(node), node) if n.last_used_s < fresh_after and not n.is_root]
-        return self._drop_all(stale, MissReason.EXPIRED)
+        return self._drop_all([n for n in (node, *node.below()) if n.last_used_s < fresh_after], MissReason.EXPIRED)
 
     def purge(self, roots: Iterable[Node]) -> int:
         """Make everything below the roots unfindable and drop what nobody pins; returns blocks found."""
         num_blocks = 0
         for root in roots:
-            doomed = list(_below(root))
+            doomed = list(root.below())
             num_blocks += sum(node.num_blocks for node in doomed)
             self._tree.drop_root(root)
-            self._drop_all([node for node in doomed if not self._tree.doom(node)], MissReason.COLD)
+            self._drop_all([node for node in doomed if not self._tree.doom(node)], None)
         return num_blocks
 
-    def _evict(self, num_slots: int, levels: defaultdict[int, _Level]) -> int:
-        freed, block_size = 0, self._tree.block_size
-        candidates: list[_Candidate] = []
-        firsts: dict[int, list[_Entry]] = {}
-        changed = set(levels)
-        while freed < num_slots:
-            for number in changed:
-                ends = levels[number].ends()
-                firsts[number] = ends[:1]
-                for at, entry in enumerate(ends):
-                    heappush(candidates, (self._uses.key(entry[2]), at, number, entry))
-            if not candidates:
-                break
-            key, _, number, entry = heappop(candidates)
-            changed = {number}
-            if not is_current(entry):
-                continue
-            node = self._oldest_unless_worse(firsts.values(), entry, key)
-            changed.add(node.level)
-            wanted = min(node.num_blocks, -((freed - num_slots) // block_size))
-            parent = node.parent
-            if self._drop(node, wanted, MissReason.EVICTED):
-                freed += wanted * block_size
-            if not (node.hashes or parent is None or parent.is_root or parent.children or parent.pins):
-                self._file(parent, levels)
-                changed.add(parent.level)
-        return freed
+    def _first(self) -> Node | None:
+        """The least recently used, unless another's key is smaller by the policy's margin or more."""
+        policy = self._tree.policy
+        entries = [(policy.key(entry[2]), *entry) for level in self._levels.values() for entry in level.ends()]
+        if not entries:
+            return None
+        oldest, smallest = min(entries, key=itemgetter(1, 2)), min(entries)
+        return (oldest if oldest[0] - smallest[0] < policy.margin else smallest)[3]
 
-    def _oldest_unless_worse(self, firsts: Iterable[list[_Entry]], entry: _Entry, key: float) -> Node:
-        """The least recently used of all, when the entry's key is smaller by no more than the policy's margin."""
-        oldest = min(filter(None, firsts), default=[entry])[0]
-        is_oldest = oldest is entry or self._uses.key(oldest[2]) - key < self._uses.policy.margin
-        return (oldest if is_oldest else entry)[2]
-
-    def _file(self, node: Node, levels: defaultdict[int, _Level]) -> None:
-        self._num_stamps += 1
-        node.stamp = self._num_stamps
-        levels[node.level].push((node.last_used_s, node.stamp, node))
-
-    def _drop_all(self, nodes: list[Node], reason: MissReason) -> int:
+    def _drop_all(self, nodes: list[Node], reason: MissReason | None) -> int:
         """Drop the nodes, deeper ones before; what is pinned or above something that stays is left."""
         num_blocks = 0
         for node in sorted(nodes, key=lambda node: -node.depth):
-            size, parent = node.num_blocks, node.parent
-            if not node.children and self._drop(node, size, reason):
+            size = node.num_blocks
+            if node.parent is not None and not node.children and self._drop(node, size, reason):
                 num_blocks += size
-                if parent is not None:
-                    self.offer(parent)
         return num_blocks
 
-    def _drop(self, node: Node, num_blocks: int, reason: MissReason) -> bool:
-        """Every block that leaves the store leaves here. False: the node was pinned meanwhile."""
+    def _drop(self, node: Node, num_blocks: int, reason: MissReason | None) -> bool:
+        """Every block that leaves the store leaves here. False: the node was pinned meanwhile.
+
+        reason: None for a purged block, which leaves no trace: asking for it again is a cold miss.
+        """
         cut = self._tree.cut(node, num_blocks)
         if cut is None:
             return False
         hashes, tokens, span = cut
         if self._on_evict is not None and reason is MissReason.EVICTED:
             self._on_evict(hashes, tokens, span.start, node.scope.tenant)
-        self._spans.free(span)
-        self._counters.add(**{_COUNTER_OF[reason]: num_blocks})
-        if reason is not MissReason.COLD:
-            ghost = Ghost(reason, node.num_uses, node.level, node.last_turnover)
-            for start in range(0, len(hashes), HASH_BYTES):
-                self._uses.ghosts.remember(hashes[start : start + HASH_BYTES], ghost)
+        self._tree.spans.free(span)
+        self._counts[f"num_{reason or 'purged'}_blocks"] += num_blocks
+        if reason is not None:
+            self._tree.policy.remember(node, hashes, reason)
+        if not node.hashes and node.parent is not None:
+            self.offer(node.parent)
         return True
-
-
-def _below(root: Node) -> Iterable[Node]:
-    """All nodes under the root, parents first."""
-    stack = list(root.children.values())
-    while stack:
-        node = stack.pop()
-        yield node
-        stack.extend(node.children.values())

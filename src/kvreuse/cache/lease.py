@@ -8,16 +8,18 @@ Knows positions and slots. Knows nothing of matching or eviction; it belongs to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvreuse.cache.node import Node
-from kvreuse.cache.spans import Span
+from kvreuse.cache.spans import Span, join_run
 from kvreuse.types import MissReason, Scope
 
 __all__ = ["Lease"]
 
 
+@dataclass(eq=False, kw_only=True, repr=False, slots=True)
 class Lease:
     """Made by PrefixCache.acquire; released on exit of its `with`, or by PrefixCache.release.
 
@@ -25,26 +27,20 @@ class Lease:
     miss_reason, diverged_at: why not more matched (see MissReason).
     """
 
-    __slots__ = (
-        "_on_exit", "diverged_at", "hashes", "is_released", "keeps", "miss_reason", "node_runs", "num_cached_tokens",
-        "num_committed_tokens", "private", "scope", "tail", "written",
-    )  # fmt: skip
-
-    def __init__(self, scope: Scope, *, hashes: list[bytes], keeps: bool, on_exit: Callable[[Lease], None]) -> None:
-        self.scope = scope
-        self.num_cached_tokens = 0
-        self.num_committed_tokens = 0
-        self.miss_reason: MissReason | None = None
-        self.diverged_at: int | None = None
-        # The rest is the store's.
-        self.hashes = hashes
-        self.keeps = keeps  # False: commit stores nothing (reuse off, or purged meanwhile)
-        self.tail: Node | None = None  # last node of the pinned chain
-        self.written: Node | None = None  # the node that this lease made and may extend
-        self.private: Span | None = None
-        self.node_runs: list[tuple[int, int]] = []
-        self.is_released = False
-        self._on_exit = on_exit
+    scope: Scope
+    num_cached_tokens: int = 0
+    num_committed_tokens: int = 0
+    miss_reason: MissReason | None = None
+    diverged_at: int | None = None
+    # The rest is the store's.
+    on_exit: Callable[[Lease], None]
+    hashes: list[bytes] = field(default_factory=list)
+    keeps: bool  # False: commit stores nothing (reuse off, or purged meanwhile)
+    tail: Node | None = None  # last node of the pinned chain
+    written: Node | None = None  # the node that this lease made and may extend
+    private: Span | None = None
+    node_runs: list[tuple[int, int]] = field(default_factory=list)  # of the chain
+    is_released: bool = False
 
     def __enter__(self) -> Lease:
         return self
@@ -52,7 +48,7 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._on_exit(self)
+        self.on_exit(self)
 
     @property
     def num_private_slots(self) -> int:
@@ -71,9 +67,16 @@ class Lease:
     def chain(self) -> Iterator[Node]:
         """The pinned nodes, deepest first. Under the structure lock."""
         node = self.tail
-        while node is not None and not node.is_root:
+        while node is not None and node.parent is not None:
             yield node
             node = node.parent
+
+    def chain_runs(self) -> list[tuple[int, int]]:
+        """Where the chain lies now. Under the structure lock."""
+        runs: list[tuple[int, int]] = []
+        for node in reversed(list(self.chain())):
+            join_run(runs, node.span.start, node.span.length)
+        return runs
 
     def runs(self, num_tokens: int) -> list[tuple[int, int]]:
         """Physical (start, length) runs that hold positions [0, num_tokens), neighbours joined.
@@ -84,35 +87,28 @@ class Lease:
         if not 0 <= num_tokens <= self.room_end:
             raise ValueError(f"{num_tokens} tokens asked of a lease that holds {self.room_end}")
         out: list[tuple[int, int]] = []
-        left = num_tokens
-        for start, length in self._all_runs():
-            if left <= 0:
+        private = [(self.private.start, self.private.length)] if self.private else []
+        for start, length in [*self.node_runs, *private]:
+            if num_tokens <= 0:
                 break
-            join_run(out, start, min(length, left))
-            left -= length
+            join_run(out, start, min(length, num_tokens))
+            num_tokens -= length
         return out
 
     def slot(self, position: int) -> int:
         """The physical slot of a position. Raises ValueError outside [0, room_end)."""
-        if self.private is not None and 0 <= position - self.num_committed_tokens < self.private.length:
-            return self.private.start + position - self.num_committed_tokens
-        if not 0 <= position < self.num_committed_tokens:
+        if not 0 <= position < self.room_end:
             raise ValueError(f"position {position} is not held, the lease ends at {self.room_end}")
-        for start, length in self.node_runs:
-            if position < length:
-                return start + position
-            position -= length
-        raise AssertionError("the runs of a lease are shorter than its chain")
-
-    def _all_runs(self) -> Iterator[tuple[int, int]]:
-        yield from self.node_runs
-        if self.private is not None:
-            yield self.private.start, self.private.length
+        start, length = self.runs(position + 1)[-1]
+        return start + length - 1
 
 
-def join_run(runs: list[tuple[int, int]], start: int, length: int) -> None:
-    """Append a run, or lengthen the last one when it ends where this begins."""
-    if runs and runs[-1][0] + runs[-1][1] == start:
-        runs[-1] = (runs[-1][0], runs[-1][1] + length)
-    else:
-        runs.append((start, length))
+def pinned_nodes(leases: Iterable[Lease]) -> set[Node]:
+    """What the leases pin, doomed nodes included. Under the structure lock; what a match pins meanwhile may lack."""
+    pinned: set[Node] = set()
+    for lease in leases:
+        for node in lease.chain():
+            if node in pinned:
+                break  # and so are those above it
+            pinned.add(node)
+    return pinned

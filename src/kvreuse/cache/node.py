@@ -1,44 +1,42 @@
-"""The plain records of the prefix tree: a node, a question to the tree and how far it got.
+"""The plain records of the prefix tree: a node, and a prompt on its way down.
 
 Knows hashes, token bytes and spans. Knows nothing of locks and of how nodes are found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
 from kvreuse.cache.hashing import HASH_BYTES
 from kvreuse.cache.spans import Span
 from kvreuse.types import Scope
 
-__all__ = ["Node", "Query", "Walk", "common_prefix"]
+__all__ = ["Node", "Walk", "common_prefix"]
 
 
+@dataclass(eq=False, kw_only=True, repr=False, slots=True)
 class Node:
     """Blocks [depth, depth + num_blocks) of a prefix, in one span. The root of a scope has no blocks and no span.
 
     num_uses, level, last_used_s, last_turnover: see policy. pins: leases whose chain this node is part of.
-    stamp: number of its newest heap entry. is_doomed: purged, but pinned: leaves with its last pin.
+    stamp: number of its newest entry among the evictable. is_doomed: purged, but pinned: leaves with its last pin.
     """
 
-    __slots__ = (
-        "children", "depth", "hashes", "is_doomed", "last_turnover", "last_used_s", "level", "num_uses",
-        "parent", "pins", "scope", "span", "stamp", "tokens",
-    )  # fmt: skip
-
-    def __init__(self, parent: Node | None, *, scope: Scope, depth: int, hashes: bytes, tokens: bytes) -> None:
-        self.parent = parent
-        self.scope = scope
-        self.depth = depth
-        self.hashes = hashes
-        self.tokens = tokens
-        self.span = Span(0, 0)
-        self.children: dict[bytes, Node] = {}  # by first hash, the most recently released last
-        self.pins = 0
-        self.num_uses = 0
-        self.level = 0
-        self.last_used_s = 0.0
-        self.last_turnover = 0.0
-        self.stamp = 0
-        self.is_doomed = False
+    parent: Node | None
+    scope: Scope
+    depth: int
+    hashes: bytes
+    tokens: bytes
+    span: Span
+    children: dict[bytes, Node] = field(default_factory=dict)  # by first hash, the most recently released last
+    pins: int = 0
+    num_uses: int = 0
+    level: int = 0
+    last_used_s: float = 0.0
+    last_turnover: float = 0.0
+    stamp: int = 0
+    is_doomed: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -48,39 +46,34 @@ class Node:
     def first_hash(self) -> bytes:
         return self.hashes[:HASH_BYTES]
 
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
+    def below(self) -> Iterator[Node]:
+        """All nodes under this one, parents first."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
 
 
-class Query:
-    """A prompt as the tree sees it: hashes and token bytes of its blocks, of which `limit` may match."""
-
-    __slots__ = ("hashes", "joined", "limit", "scope", "tokens")
-
-    def __init__(self, hashes: list[bytes], tokens: bytes, *, scope: Scope, limit: int) -> None:
-        self.hashes = hashes
-        self.joined = b"".join(hashes[:limit])
-        self.tokens = tokens
-        self.scope = scope
-        self.limit = limit
-
-
+@dataclass(eq=False, kw_only=True, repr=False, slots=True)
 class Walk:
-    """How far a query got: `num_blocks` matched, ending with `node`; `inside` is a next node of which only
-    `num_inside` blocks match. `runs`: (start, length) of the matched nodes' slots.
+    """How far a prompt matches: hashes and token bytes of its blocks, of which at most `limit`.
+
+    `num_blocks` do, ending with `node`; `runs` are the (start, length) of their slots. `inside` is a next node of which
+    only `num_inside` blocks match; `stale` a next node whose TTL ran out.
     """
 
-    __slots__ = ("inside", "is_collision", "node", "num_blocks", "num_inside", "runs", "stale")
-
-    def __init__(self, node: Node | None = None, num_blocks: int = 0) -> None:
-        self.node = node
-        self.num_blocks = num_blocks
-        self.runs: list[tuple[int, int]] = []
-        self.inside: Node | None = None
-        self.num_inside = 0
-        self.is_collision = False
-        self.stale: Node | None = None  # a next node whose TTL ran out
+    hashes: list[bytes]
+    tokens: bytes
+    scope: Scope
+    limit: int
+    node: Node | None = None
+    num_blocks: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    inside: Node | None = None
+    num_inside: int = 0
+    stale: Node | None = None
+    is_collision: bool = False
 
 
 def common_prefix(left: bytes, right: bytes, *, unit: int) -> int:

@@ -15,7 +15,7 @@ from threading import RLock
 
 from kvreuse.cache.hashing import HASH_BYTES, block_hashes
 from kvreuse.cache.node import Node
-from kvreuse.cache.spans import Span, SpanAllocator
+from kvreuse.cache.spans import Span
 from kvreuse.cache.tree import PrefixTree
 
 __all__ = ["NUM_CELLS", "NodeView", "Outline", "draw"]
@@ -55,18 +55,15 @@ class Outline:
     num_nodes: int
 
 
-def draw(
-    tree: PrefixTree, spans: SpanAllocator, names: Mapping[str, Sequence[int]],
-    *, lock: RLock, max_nodes: int, now_s: float,
-) -> Outline:  # fmt: skip
+def draw(tree: PrefixTree, names: Mapping[str, Sequence[int]], *, lock: RLock, max_nodes: int, now_s: float) -> Outline:
     """The picture of this moment. `lock`: the structure lock; it is held for the tree and to list the spans only.
 
     names: what to call the node in which these tokens end (the last whole block of them).
     """
     with lock:
         nodes = _draw_tree(tree, names, max_nodes=max_nodes, now_s=now_s)
-        used, num_nodes = spans.used_spans(), tree.num_nodes
-    return Outline(spans.num_slots, _draw_strip(used, num_slots=spans.num_slots), nodes, num_nodes)
+        used, num_nodes, num_slots = tree.spans.used_spans(), tree.num_nodes, tree.spans.num_slots
+    return Outline(num_slots, _draw_strip(used, num_slots=num_slots), nodes, num_nodes)
 
 
 def _draw_tree(tree: PrefixTree, names: Mapping[str, Sequence[int]], *, max_nodes: int, now_s: float) -> list[NodeView]:

@@ -10,13 +10,13 @@ What others pin, and their private spans, never move. Unpinned nodes, and what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection
 
 from kvreuse.cache.eviction import Evictor
-from kvreuse.cache.lease import Lease, join_run
+from kvreuse.cache.lease import Lease, pinned_nodes
 from kvreuse.cache.node import Node
-from kvreuse.cache.spans import Span, SpanAllocator
+from kvreuse.cache.spans import Span
 from kvreuse.cache.tree import PrefixTree
 
 __all__ = ["Placer"]
@@ -25,24 +25,24 @@ _MAX_HOLES_TRIED = 16
 # Copying a slot is some hundred times cheaper than computing it again, and few evicted slots are asked for again: so
 # many may be copied per slot wanted before more is evicted instead.
 _MAX_COPIES = 8
-# What is evicted beyond the need, in shares of it, before everything is compacted.
-_EXTRA_SHARES = (0.125, 0.25, 0.5, 1.0)
+# What is evicted beyond the need before everything is compacted: this share of it, doubled until it is all of it again.
+_EXTRA_SHARE = 1 / 8
 
 
 class Placer:
-    """move_slots(src, dst, length) copies KV; the ranges may overlap. num_moves counts slides, in spans."""
+    """move_slots(src, dst, length) copies KV; the ranges may overlap. Counts moved spans in `counts`."""
 
     def __init__(
-        self, tree: PrefixTree, spans: SpanAllocator, *, evictor: Evictor, move_slots: Callable[[int, int, int], None]
+        self, tree: PrefixTree, evictor: Evictor, *, counts: Counter[str], move_slots: Callable[[int, int, int], None]
     ) -> None:
-        self.num_moves = 0
         self._tree = tree
-        self._spans = spans
+        self._spans = tree.spans
         self._evictor = evictor
+        self._counts = counts
         self._move_slots = move_slots
 
-    def reserve(self, lease: Lease, num_slots: int, *, num_live: int, others: Collection[Lease]) -> bool:
-        """Make the private span num_slots long and keep its first num_live slots' content.
+    def reserve(self, lease: Lease, num_slots: int, *, num_live: int, leases: Collection[Lease]) -> bool:
+        """Make the private span num_slots long and keep its first num_live slots' content. leases: all that are open.
 
         False: no room now; nothing changed, unless a concurrent match pinned what was about to be evicted.
         """
@@ -50,43 +50,40 @@ class Placer:
         if short <= 0 and self._fit(lease, num_slots, num_live):
             return True
         own = {node for node in lease.chain() if node.pins == 1}
-        if not self._can_ever_fit(lease, own, num_slots, others=others):
+        fixed = [node.span for node in pinned_nodes(leases) - own]
+        fixed += [other.private for other in leases if other is not lease and other.private is not None]
+        if not self._can_ever_fit(fixed, own, num_slots):
             return False
         self._evictor.evict(short)
         return self._make_room(lease, own, num_slots, num_live=num_live)
 
     def compact(self) -> int:
         """Slide every unpinned node down; returns how many slots were copied."""
-        return sum(self._slide(span, set(), down=True) for span in self._nodes_by_address())
+        return sum(self._slide_node(span, set(), down=True) for span in self._spans.used_spans())
 
     def _make_room(self, lease: Lease, own: set[Node], num_slots: int, *, num_live: int) -> bool:
         """Enough is free, or can be, in one stretch: compact nearby, else evict a little more, else compact all."""
-        shares = iter(_EXTRA_SHARES)
+        extra = _EXTRA_SHARE * num_slots
         while not self._clear(lease, num_slots, num_live):
-            share = next(shares, None) if self._evictor.num_evictable else None
-            if share is None or self._tree.num_node_slots <= _MAX_COPIES * num_slots:
+            is_costly = extra <= num_slots and self._tree.num_node_slots > _MAX_COPIES * num_slots
+            if not is_costly or not self._evictor.evict(max(1, int(extra))):
                 self._squeeze(lease, own)
                 if self._fit(lease, num_slots, num_live):
                     return True
-            if not self._evictor.evict(max(1, int((share or 1.0) * num_slots))):
-                return False
+                if not self._evictor.evict(num_slots):
+                    return False
+            extra *= 2
         return True
 
     def _fit(self, lease: Lease, num_slots: int, num_live: int) -> bool:
         """Find room without touching anything else's slots."""
-        private = lease.private
-        if private is None:
-            if lease.node_runs:  # behind the chain the sequence stays one physical run
-                lease.private = self._spans.allocate(num_slots, at=sum(lease.node_runs[-1]))
-            lease.private = lease.private or self._spans.allocate(num_slots)
-            return lease.private is not None
-        extra = num_slots - private.length
-        if self._spans.grow(private, extra):
-            return True
-        if self._spans.hole_before(private) + self._spans.hole_after(private) >= extra:
-            self._move(private, -self._spans.hole_before(private))
-            return self._spans.grow(private, extra)
-        larger = self._spans.allocate(num_slots)
+        larger = None
+        if lease.private is not None:
+            if self._spans.grow(lease.private, num_slots - lease.private.length):
+                return True
+        elif lease.node_runs:  # behind the chain the sequence stays one physical run
+            larger = self._spans.allocate(num_slots, at=sum(lease.node_runs[-1]))
+        larger = larger or self._spans.allocate(num_slots)
         if larger is not None:
             self._settle(lease, larger, num_live)
         return larger is not None
@@ -99,10 +96,8 @@ class Placer:
             self._spans.free(lease.private)
         lease.private = larger
 
-    def _can_ever_fit(self, lease: Lease, own: set[Node], num_slots: int, *, others: Collection[Lease]) -> bool:
+    def _can_ever_fit(self, fixed: list[Span], own: set[Node], num_slots: int) -> bool:
         """Would num_slots fit between two things that may not move if all that is unpinned were evicted?"""
-        fixed = [node.span for node in self._tree.pinned() if node not in own]
-        fixed += [other.private for other in others if other is not lease and other.private is not None]
         begin = 0
         for start, end in [*sorted((span.start, span.end) for span in fixed), (self._spans.num_slots, 0)]:
             if start - begin >= num_slots + sum(node.span.length for node in own if begin <= node.span.start < start):
@@ -111,12 +106,14 @@ class Placer:
         return False
 
     def _clear(self, lease: Lease, num_slots: int, num_live: int) -> bool:
-        """Find room, or make it behind the private span or behind a hole by moving a few unpinned nodes away."""
+        """Find room, or make it behind the private span or in a hole by moving the unpinned nodes behind it away."""
         if self._fit(lease, num_slots, num_live):
             return True
         if lease.private is not None and self._enlarge(lease.private, num_slots):
             return True
-        claim = self._claim_hole(num_slots) if self._spans.num_free >= num_slots else None
+        holes = self._spans.largest_holes(_MAX_HOLES_TRIED) if self._spans.num_free >= num_slots else []
+        start = next((start for start in holes if self._is_clearable(start, start + num_slots)), None)
+        claim = None if start is None else self._spans.allocate(self._spans.hole_at(start), at=start)
         if claim is None:
             return False
         if self._enlarge(claim, num_slots):
@@ -125,12 +122,21 @@ class Placer:
         self._spans.free(claim)
         return False
 
+    def _is_clearable(self, start: int, end: int) -> bool:
+        """Is nothing in [start, end) but holes and unpinned nodes? A hole or a span begins at `start`."""
+        while (start := start + self._spans.hole_at(start)) < end:
+            span = self._spans.used_at(start)
+            if span is None or span.owner is None or span.owner.pins:
+                return False
+            start = span.end
+        return True
+
     def _enlarge(self, claim: Span, num_slots: int) -> bool:
         """Grow by moving the nodes behind it into other holes. False: as long as it was."""
         num_before = claim.length
         while claim.length < num_slots:
             missing = num_slots - claim.length
-            hole = self._spans.hole_after(claim)
+            hole = self._spans.hole_at(claim.end)
             if hole:
                 self._spans.grow(claim, min(hole, missing))
             elif not self._move_away(claim.end, max_slots=missing):
@@ -138,80 +144,51 @@ class Placer:
                 return False
         return True
 
-    def _claim_hole(self, num_slots: int) -> Span | None:
-        """The longest hole that only unpinned nodes keep from being num_slots long."""
-        for start in self._spans.largest_holes(_MAX_HOLES_TRIED):
-            end = start + self._spans.hole_at(start)
-            while end - start < num_slots:
-                span = self._spans.used_at(end)
-                if span is None or span.owner is None or span.owner.pins:
-                    break
-                end = span.end + self._spans.hole_after(span)
-            else:
-                return self._spans.allocate(min(self._spans.hole_at(start), num_slots), at=start)
-        return None
-
     def _move_away(self, start: int, *, max_slots: int) -> bool:
         """Move the node at `start`, or as much of its head as is in the way and fits elsewhere, into another hole."""
-        span = self._spans.used_at(start)
+        span, size = self._spans.used_at(start), self._tree.block_size
         node = None if span is None else span.owner
-        size = self._tree.block_size
         max_blocks = min(-(-max_slots // size), self._spans.largest_free // size)
         if node is None or node.pins or not max_blocks:
             return False
         if node.num_blocks > max_blocks:
             node = self._tree.split(node, max_blocks)
-        target = self._spans.allocate(node.span.length)
-        if target is None:
-            return False
-        with self._tree.bucket_of(node).lock:
-            leaves = target if node.pins else node.span
-            if leaves is not target:
-                self._move_slots(node.span.start, target.start, target.length)
-                node.span, target.owner = target, node
-                self.num_moves += 1
-        self._spans.free(leaves)
-        return leaves is not target
+        left = self._spans.allocate(node.span.length)
+        assert left is not None
+        with self._tree.bucket(node.hashes).lock:
+            is_free = not node.pins
+            if is_free:
+                self._move_slots(node.span.start, left.start, left.length)
+                node.span, left = left, node.span
+                node.span.owner = node
+                self._counts["num_moves"] += 1
+        self._spans.free(left)
+        return is_free
 
     def _squeeze(self, lease: Lease, own: set[Node]) -> None:
         """Slide all that may move: down, but away from the end of the private span, which must grow."""
-        spans = self._nodes_by_address()
-        private = lease.private
-        if private is None:
-            self._slide_all(spans, lease, own, down=True)
-            return
-        self._slide_all([span for span in spans if span.start < private.start], lease, own, down=True)
-        self._move(private, -self._spans.hole_before(private))
-        self._slide_all([span for span in reversed(spans) if span.start > private.start], lease, own, down=False)
+        spans, private = self._spans.used_spans(), lease.private
+        at = len(spans) if private is None else spans.index(private)
+        for span in spans[:at]:
+            self._slide_node(span, own, down=True)
+        if private is not None:
+            self._slide(private, down=True)
+        for span in reversed(spans[at + 1 :]):
+            self._slide_node(span, own, down=False)
+        lease.node_runs = lease.chain_runs()
 
-    def _slide_all(self, spans: Iterable[Span], lease: Lease, own: set[Node], *, down: bool) -> None:
-        for span in spans:
-            self._slide(span, own, down=down)
-        lease.node_runs.clear()
-        for node in reversed(list(lease.chain())):
-            join_run(lease.node_runs, node.span.start, node.span.length)
-
-    def _slide(self, span: Span, own: set[Node], *, down: bool) -> int:
-        """Move a span to the other end of the hole beside it: slots copied, 0 when it must stay."""
+    def _slide_node(self, span: Span, own: set[Node], *, down: bool) -> int:
+        """Slide a span unless it is private or its node pinned by others: number of slots copied."""
         node = span.owner
-        with nullcontext() if node is None else self._tree.bucket_of(node).lock:
-            if node is not None and not self._may_move(span, own):
-                return 0
-            return self._move(span, -self._spans.hole_before(span) if down else self._spans.hole_after(span))
-
-    def _move(self, span: Span, distance: int) -> int:
-        if distance == 0:
+        if node is None:
             return 0
+        with self._tree.bucket(node.hashes).lock:
+            return 0 if node.pins > (node in own) else self._slide(span, down=down)
+
+    def _slide(self, span: Span, *, down: bool) -> int:
         start = span.start
-        self._spans.slide(span, distance)
+        if not self._spans.slide(span, down=down):
+            return 0
         self._move_slots(start, span.start, span.length)
-        self.num_moves += 1
+        self._counts["num_moves"] += 1
         return span.length
-
-    def _nodes_by_address(self) -> list[Span]:
-        return [span for span in self._spans.used_spans() if span.owner is not None]
-
-    @staticmethod
-    def _may_move(span: Span, own: set[Node]) -> bool:
-        node = span.owner
-        return node is not None and (node.pins == 0 or (node.pins == 1 and node in own))

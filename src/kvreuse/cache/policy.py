@@ -1,6 +1,6 @@
-"""Which block goes first: a policy sorts entries into levels and gives each a key (smallest goes first).
+"""Which block goes first: a policy sorts nodes into levels and gives each a key (smallest goes first).
 
-Knows use counts, ages and sizes. Knows nothing of the tree, of locks or of how blocks are freed.
+Knows use counts, ages and sizes, and remembers blocks that left. Knows nothing of locks or of how blocks are freed.
 
 Ages are counted in turnovers (slots written since the last use / slots in the pool), so that a flood of new prompts
 looks the same whether it takes a second or a day.
@@ -11,56 +11,105 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from math import log2
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvreuse.cache.hashing import HASH_BYTES
+from kvreuse.cache.node import Node
 from kvreuse.errors import ConfigError
 from kvreuse.types import MissReason
 
-__all__ = ["POLICIES", "Ghost", "GhostHistory", "Policy", "Usable", "Uses", "make_policy"]
+__all__ = ["POLICIES", "Policy", "make_policy"]
 
 _MAX_GHOSTS = 131_072
 _GHOSTS_PER_BLOCK = 16  # what returns after more turnovers is taken for new
 
 
-class Usable(Protocol):
-    """What a policy may look at. level: that of `Policy.level` when it was last used."""
+class Ghost(NamedTuple):
+    """What is remembered of a block that left. The rest: as in the node it was in."""
 
+    reason: MissReason
     num_uses: int
     level: int
-    last_used_s: float
     last_turnover: float
-
-    @property
-    def num_blocks(self) -> int: ...
 
 
 class Policy:
     """The least recently used goes first; also what all policies have in common.
 
-    Of one level either the entry that was used first or the one that was used last goes. margin: the first of all goes
-    unless another's key is smaller by more.
+    Of one level either the node that was used first or the one that was used last goes. margin: the first of all goes
+    unless another's key is smaller by more. Of a node: num_uses, level (when it was last used), last_used_s and
+    last_turnover (when that was).
+
+    Called under the bucket lock of the node or under the structure lock; counts that threads lose to each other are few
+    and only make the policy learn a little slower.
     """
 
     margin = 0.0
 
-    def __init__(self, weights: tuple[float, float], *, num_blocks: int) -> None:
-        """weights: of frequency and recency. num_blocks: in the pool."""
+    def __init__(
+        self, weights: tuple[float, float], *, num_slots: int, num_blocks: int, clock: Callable[[], float]
+    ) -> None:
+        """weights: of frequency and recency. num_slots, num_blocks: in the pool."""
         del weights
-        self.num_blocks = num_blocks
+        self.num_written_slots = 0
+        self._num_slots = num_slots
+        self._clock = clock
+        self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
+        self._max_ghosts = min(_MAX_GHOSTS, _GHOSTS_PER_BLOCK * num_blocks)
 
     def level(self, num_uses: int) -> int:
         del num_uses
         return 0
 
-    def key(self, entry: Usable, turnover: float) -> float:
-        del turnover
-        return entry.last_used_s
+    def key(self, node: Node) -> float:
+        return node.last_used_s
 
     def stored(self, level: int, num_blocks: int) -> None:
         """So many blocks are on that level now."""
 
     def reused(self, level: int, age: float, num_blocks: int) -> None:
         """Blocks of that level were asked for, `age` turnovers after their last use, whether they were still here."""
+
+    @property
+    def turnover(self) -> float:
+        """How often the pool was written over."""
+        return self.num_written_slots / self._num_slots
+
+    def touch(self, node: Node) -> None:
+        """It is in use at this moment, which is not a new use."""
+        node.last_used_s, node.last_turnover = self._clock(), self.turnover
+
+    def begin(self, node: Node, *, num_uses: int) -> None:
+        node.num_uses, node.level = num_uses, self.level(num_uses)
+        self.touch(node)
+
+    def reuse(self, node: Node) -> None:
+        """A match goes through it."""
+        num_blocks = node.num_blocks
+        self.reused(node.level, self.turnover - node.last_turnover, num_blocks)
+        self.begin(node, num_uses=node.num_uses + 1)
+        self.stored(node.level, num_blocks)
+
+    def remember(self, node: Node, hashes: bytes, reason: MissReason) -> None:
+        """These blocks of the node left."""
+        ghost = Ghost(reason, node.num_uses, node.level, node.last_turnover)
+        for start in range(0, len(hashes), HASH_BYTES):
+            self._ghosts[hashes[start : start + HASH_BYTES]] = ghost
+            if len(self._ghosts) > self._max_ghosts:
+                self._ghosts.popitem(last=False)
+
+    def reason(self, block_hash: bytes) -> MissReason | None:
+        """Why a block left; None when it is not known to have been here."""
+        ghost = self._ghosts.get(block_hash)
+        return ghost.reason if ghost else None
+
+    def returns(self, block_hash: bytes) -> int:
+        """A block is stored that may have been here before: how many uses it has with this one."""
+        ghost = self._ghosts.pop(block_hash, None)
+        if ghost is None:
+            return 1
+        self.reused(ghost.level, self.turnover - ghost.last_turnover, 1)
+        return ghost.num_uses + 1
 
 
 class LFU(Policy):
@@ -69,9 +118,8 @@ class LFU(Policy):
     def level(self, num_uses: int) -> int:
         return min(num_uses, 63)
 
-    def key(self, entry: Usable, turnover: float) -> float:
-        del turnover
-        return entry.level
+    def key(self, node: Node) -> float:
+        return node.level
 
 
 class SizeWeightedLRU(Policy):
@@ -109,8 +157,10 @@ class SizeWeightedLRU(Policy):
     _MARGIN = 0.3
     _SIZE_EXPONENT = 0.05
 
-    def __init__(self, weights: tuple[float, float], *, num_blocks: int) -> None:
-        super().__init__(weights, num_blocks=num_blocks)
+    def __init__(
+        self, weights: tuple[float, float], *, num_slots: int, num_blocks: int, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(weights, num_slots=num_slots, num_blocks=num_blocks, clock=clock)
         self._by_value = weights[0] / 0.3
         self.margin = self._MARGIN * weights[1] / 0.7
         self._widths = [self._FIRST_AGE] + [self._FIRST_AGE * 2**age for age in range(self._NUM_AGES - 1)]
@@ -129,12 +179,13 @@ class SizeWeightedLRU(Policy):
     def reused(self, level: int, age: float, num_blocks: int) -> None:
         self._hits[level][self._age_class(age)] += num_blocks
 
-    def key(self, entry: Usable, turnover: float) -> float:
+    def key(self, node: Node) -> float:
+        turnover = self.turnover
         if turnover >= self._next_update:
             self._learn()
             self._next_update = turnover + 1 / self._UPDATES_PER_TURNOVER
-        value = self._values[entry.level][self._age_class(turnover - entry.last_turnover)]
-        return self._by_value * value - self._SIZE_EXPONENT * log2(entry.num_blocks)
+        value = self._values[node.level][self._age_class(turnover - node.last_turnover)]
+        return self._by_value * value - self._SIZE_EXPONENT * log2(node.num_blocks)
 
     def _age_class(self, age: float) -> int:
         octave = int(age / self._FIRST_AGE).bit_length()
@@ -176,91 +227,15 @@ class SizeWeightedLRU(Policy):
         return row
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "lru": Policy,
-    "lfu": LFU,
-    "size_weighted_lru": SizeWeightedLRU,
-}
+POLICIES: dict[str, type[Policy]] = {"lru": Policy, "lfu": LFU, "size_weighted_lru": SizeWeightedLRU}
 
 
-def make_policy(name: str, *, lru_weights: tuple[float, float], num_blocks: int = 1) -> Policy:
+def make_policy(
+    name: str, weights: tuple[float, float], *, num_slots: int, num_blocks: int, clock: Callable[[], float]
+) -> Policy:
     """The policy of that name. Raises ConfigError for an unknown name or weights that cannot order anything."""
     if name not in POLICIES:
         raise ConfigError(f"unknown eviction policy {name!r}: choose one of {', '.join(POLICIES)}")
-    if min(lru_weights) < 0 or sum(lru_weights) <= 0:
-        raise ConfigError(f"lru_weights must not be negative nor both zero, got {lru_weights}")
-    return POLICIES[name](lru_weights, num_blocks=num_blocks)
-
-
-class Ghost(NamedTuple):
-    """What is remembered of a block that left. The rest: see Usable."""
-
-    reason: MissReason
-    num_uses: int
-    level: int
-    last_turnover: float
-
-
-class GhostHistory:
-    """The last `max_entries` blocks that left: says why a block is missing, and when a returning one was used."""
-
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
-        self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
-
-    def remember(self, block_hash: bytes, ghost: Ghost) -> None:
-        self._ghosts[block_hash] = ghost
-        if len(self._ghosts) > self._max_entries:
-            self._ghosts.popitem(last=False)
-
-    def get(self, block_hash: bytes) -> Ghost | None:
-        return self._ghosts.get(block_hash)
-
-    def forget(self, block_hash: bytes) -> Ghost | None:
-        """Drop and return it (it is back in the store)."""
-        return self._ghosts.pop(block_hash, None)
-
-
-class Uses:
-    """Tells the policy what is used, and remembers it of blocks that left.
-
-    Called under the bucket lock of the entry or under the structure lock; counts that threads lose to each other are
-    few and only make the policy learn a little slower.
-    """
-
-    def __init__(self, policy: Policy, *, num_slots: int, clock: Callable[[], float]) -> None:
-        self.policy = policy
-        self.ghosts = GhostHistory(min(_MAX_GHOSTS, _GHOSTS_PER_BLOCK * policy.num_blocks))
-        self.num_written_slots = 0
-        self._num_slots = num_slots
-        self._clock = clock
-
-    @property
-    def turnover(self) -> float:
-        """How often the pool was written over."""
-        return self.num_written_slots / self._num_slots
-
-    def touch(self, entry: Usable) -> None:
-        """It is in use at this moment, which is not a new use."""
-        entry.last_used_s, entry.last_turnover = self._clock(), self.turnover
-
-    def reuse(self, entry: Usable) -> None:
-        """A match goes through it."""
-        self.policy.reused(entry.level, self.turnover - entry.last_turnover, entry.num_blocks)
-        self.begin(entry, num_uses=entry.num_uses + 1)
-        self.policy.stored(entry.level, entry.num_blocks)
-
-    def begin(self, entry: Usable, *, num_uses: int) -> None:
-        entry.num_uses, entry.level = num_uses, self.policy.level(num_uses)
-        self.touch(entry)
-
-    def returns(self, block_hash: bytes) -> int:
-        """A block is stored that may have been here before: how many uses it has with this one."""
-        ghost = self.ghosts.forget(block_hash)
-        if ghost is None:
-            return 1
-        self.policy.reused(ghost.level, self.turnover - ghost.last_turnover, 1)
-        return ghost.num_uses + 1
-
-    def key(self, entry: Usable) -> float:
-        return self.policy.key(entry, self.num_written_slots / self._num_slots)
+    if min(weights) < 0 or sum(weights) <= 0:
+        raise ConfigError(f"lru_weights must not be negative nor both zero, got {weights}")
+    return POLICIES[name](weights, num_slots=num_slots, num_blocks=num_blocks, clock=clock)

@@ -9,24 +9,23 @@ Knows slot numbers. Knows nothing of tokens, nodes or tensors, and moves no data
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvreuse.cache.node import Node
 
-__all__ = ["Span", "SpanAllocator"]
+__all__ = ["Span", "SpanAllocator", "join_run"]
 
 
+@dataclass(eq=False, slots=True)
 class Span:
     """Slots [start, start + length). Only its allocator changes it. owner: the node in it, None for a private span."""
 
-    __slots__ = ("length", "owner", "start")
-
-    def __init__(self, start: int, length: int) -> None:
-        self.start = start
-        self.length = length
-        self.owner: Node | None = None
+    start: int
+    length: int
+    owner: Node | None = None
 
     @property
     def end(self) -> int:
@@ -40,18 +39,14 @@ class SpanAllocator:
     """Every slot is free or in exactly one span. O(log n) per call in the number of distinct hole lengths."""
 
     def __init__(self, num_slots: int) -> None:
-        if num_slots < 0:
-            raise ValueError(f"num_slots must not be negative, got {num_slots}")
         self.num_slots = num_slots
         self.num_free = 0
         self._used: dict[int, Span] = {}  # by start
         self._hole_lengths: dict[int, int] = {}  # by start
         self._hole_starts: dict[int, int] = {}  # by end
-        self._bins: dict[int, list[int]] = {}  # length -> starts of the holes of that length
-        self._places: dict[int, int] = {}  # start -> its place in its bin
+        self._bins: dict[int, dict[int, None]] = {}  # length -> starts of the holes of that length
         self._lengths: list[int] = []  # the keys of _bins, sorted
-        if num_slots:
-            self._add_hole(0, num_slots)
+        self._add_hole(0, num_slots)
 
     @property
     def largest_free(self) -> int:
@@ -60,19 +55,22 @@ class SpanAllocator:
 
     def allocate(self, length: int, *, at: int | None = None) -> Span | None:
         """A span from the smallest hole that fits, or from the hole that begins `at`. None when there is none."""
-        self._check_positive(length)
-        start = self._best_fit(length) if at is None else at
-        if start is None or self._hole_lengths.get(start, 0) < length:
+        if length <= 0:
+            raise ValueError(f"length must be positive, got {length}")
+        if at is None:
+            fitting = bisect_left(self._lengths, length)
+            if fitting == len(self._lengths):
+                return None
+            at = next(reversed(self._bins[self._lengths[fitting]]))
+        elif self.hole_at(at) < length:
             return None
-        hole = self._take_hole(start)
-        span = self._used[start] = Span(start, length)
-        self._add_hole(span.end, hole - length)
+        span = Span(at, length)
+        self._place(span, at)
         return span
 
     def grow(self, span: Span, extra: int) -> bool:
         """Lengthen in place by `extra` slots. False (nothing changed) when the slots behind it are not free."""
-        self._check_owned(span)
-        hole = self.hole_after(span)
+        hole = self.hole_at(span.end)
         if extra > hole:
             return False
         if extra > 0:
@@ -83,9 +81,15 @@ class SpanAllocator:
 
     def free(self, span: Span) -> None:
         """Give all its slots back. Raises ValueError for a span that is not ours or was freed before."""
-        self._check_owned(span)
+        if self._used.get(span.start) is not span:
+            raise ValueError(f"{span} is not in use here")
         del self._used[span.start]
-        self._free_range(span.start, span.length)
+        start, end = span.start - self.hole_before(span), span.end + self.hole_at(span.end)
+        if start < span.start:
+            self._take_hole(start)
+        if end > span.end:
+            self._take_hole(span.end)
+        self._add_hole(start, end - start)
 
     def shrink(self, span: Span, length: int) -> None:
         """Give back all but its first `length` slots; 0 frees it."""
@@ -96,9 +100,6 @@ class SpanAllocator:
 
     def split(self, span: Span, length: int) -> tuple[Span, Span]:
         """(front, rest): `span` keeps the first `length` slots, a new span holds the others (both non-empty)."""
-        self._check_owned(span)
-        if not 0 < length < span.length:
-            raise ValueError(f"cannot split {span} at {length}")
         rest = Span(span.start + length, span.length - length)
         span.length = length
         self._used[rest.start] = rest
@@ -110,21 +111,12 @@ class SpanAllocator:
 
     def join(self, front: Span, rest: Span) -> None:
         """`front` takes the slots of `rest`, which begins where it ends; `rest` is gone."""
-        self._check_owned(front)
-        self._check_owned(rest)
-        if front.end != rest.start:
-            raise ValueError(f"{front} and {rest} are not neighbours")
         del self._used[rest.start]
         front.length += rest.length
 
     def hole_before(self, span: Span) -> int:
         """Number of free slots that end where the span begins."""
-        start = self._hole_starts.get(span.start)
-        return 0 if start is None else span.start - start
-
-    def hole_after(self, span: Span) -> int:
-        """Number of free slots that begin where the span ends."""
-        return self.hole_at(span.end)
+        return span.start - self._hole_starts.get(span.start, span.start)
 
     def hole_at(self, start: int) -> int:
         """Number of free slots of the hole that begins at `start`."""
@@ -138,19 +130,15 @@ class SpanAllocator:
         """The span that begins at `start`."""
         return self._used.get(start)
 
-    def slide(self, span: Span, distance: int) -> None:
-        """Renumber the span by `distance` slots (negative: down) into the hole beside it; the caller moves the data."""
-        self._check_owned(span)
-        before, after = self.hole_before(span), self.hole_after(span)
-        if not -before <= distance <= after:
-            raise ValueError(f"{span} cannot slide by {distance}")
-        hole_start, hole_end = span.start - before, span.end + after
-        self.free(span)
-        self._take_hole(hole_start)
-        span.start += distance
-        self._used[span.start] = span
-        self._add_hole(hole_start, span.start - hole_start)
-        self._add_hole(span.end, hole_end - span.end)
+    def slide(self, span: Span, *, down: bool) -> bool:
+        """Renumber it to the far end of the hole below (or above) it; the caller moves the data. False: no hole."""
+        distance = -self.hole_before(span) if down else self.hole_at(span.end)
+        if distance:
+            hole_start = span.start - self.hole_before(span)
+            self.free(span)
+            span.start += distance
+            self._place(span, hole_start)
+        return distance != 0
 
     def used_spans(self) -> list[Span]:
         """All spans by address."""
@@ -162,29 +150,22 @@ class SpanAllocator:
         pieces += [(start, length, False) for start, length in self._hole_lengths.items()]
         position, was_hole = 0, False
         for start, length, used in sorted(pieces):
-            _require(start == position and length > 0, f"gap or overlap at slot {position}")
-            _require(used or not was_hole, f"two holes touch at slot {start}")
+            require(start == position and length > 0, f"gap or overlap at slot {position}")
+            require(used or not was_hole, f"two holes touch at slot {start}")
             position, was_hole = start + length, not used
-        _require(position == self.num_slots, "the pieces do not fill the pool")
-        _require(all(span.start == start for start, span in self._used.items()), "a span is filed under another start")
-        _require(self.num_free == sum(self._hole_lengths.values()), "num_free is wrong")
-        _require(self._hole_starts == {s + n: s for s, n in self._hole_lengths.items()}, "hole ends are wrong")
+        require(position == self.num_slots, "the pieces do not fill the pool")
+        require(all(span.start == start for start, span in self._used.items()), "a span is filed under another start")
+        require(self.num_free == sum(self._hole_lengths.values()), "num_free is wrong")
+        require(self._hole_starts == {s + n: s for s, n in self._hole_lengths.items()}, "hole ends are wrong")
         binned = {start: length for length, starts in self._bins.items() for start in starts}
-        _require(binned == self._hole_lengths and self._lengths == sorted(self._bins), "bins are wrong")
+        require(binned == self._hole_lengths and self._lengths == sorted(self._bins), "bins are wrong")
 
-    def _best_fit(self, length: int) -> int | None:
-        at = bisect_left(self._lengths, length)
-        return self._bins[self._lengths[at]][-1] if at < len(self._lengths) else None
-
-    def _free_range(self, start: int, length: int) -> None:
-        end = start + length
-        if end in self._hole_lengths:
-            end += self._take_hole(end)
-        before = self._hole_starts.get(start)
-        if before is not None:
-            self._take_hole(before)
-            start = before
-        self._add_hole(start, end - start)
+    def _place(self, span: Span, hole_start: int) -> None:
+        """The span takes its slots out of the hole that begins there."""
+        hole_end = hole_start + self._take_hole(hole_start)
+        self._used[span.start] = span
+        self._add_hole(hole_start, span.start - hole_start)
+        self._add_hole(span.end, hole_end - span.end)
 
     def _add_hole(self, start: int, length: int) -> None:
         if length == 0:
@@ -193,34 +174,31 @@ class SpanAllocator:
         self._hole_starts[start + length] = start
         self.num_free += length
         if length not in self._bins:
-            self._bins[length] = []
+            self._bins[length] = {}
             insort(self._lengths, length)
-        self._places[start] = len(self._bins[length])
-        self._bins[length].append(start)
+        self._bins[length][start] = None
 
     def _take_hole(self, start: int) -> int:
         length = self._hole_lengths.pop(start)
         del self._hole_starts[start + length]
         self.num_free -= length
         starts = self._bins[length]
-        place, last = self._places.pop(start), starts.pop()
-        if last != start:
-            starts[place], self._places[last] = last, place
+        del starts[start]
         if not starts:
             del self._bins[length]
             del self._lengths[bisect_left(self._lengths, length)]
         return length
 
-    def _check_owned(self, span: Span) -> None:
-        if self._used.get(span.start) is not span:
-            raise ValueError(f"{span} is not in use here")
 
-    @staticmethod
-    def _check_positive(length: int) -> None:
-        if length <= 0:
-            raise ValueError(f"length must be positive, got {length}")
+def join_run(runs: list[tuple[int, int]], start: int, length: int) -> None:
+    """Append a run, or lengthen the last one when it ends where this begins."""
+    if runs and runs[-1][0] + runs[-1][1] == start:
+        runs[-1] = (runs[-1][0], runs[-1][1] + length)
+    else:
+        runs.append((start, length))
 
 
-def _require(is_right: bool, what: str) -> None:
+def require(is_right: bool, what: str) -> None:
+    """Raises AssertionError for an invariant that does not hold."""
     if not is_right:
         raise AssertionError(what)

@@ -8,8 +8,8 @@ Threads: any thread may call anything; a lease belongs to one thread at a time. 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 from threading import Lock, RLock
 
@@ -17,14 +17,14 @@ from kvreuse.cache.diagnosis import why_not_more
 from kvreuse.cache.eviction import Evictor, OnEvict
 from kvreuse.cache.hashing import HASH_BYTES, TOKEN_BYTES, extend_hashes, pack_tokens
 from kvreuse.cache.integrity import check_store
-from kvreuse.cache.lease import Lease, join_run
-from kvreuse.cache.node import Query, Walk
+from kvreuse.cache.lease import Lease, pinned_nodes
+from kvreuse.cache.node import Walk
 from kvreuse.cache.outline import Outline, draw
 from kvreuse.cache.placement import Placer
-from kvreuse.cache.policy import Uses, make_policy
-from kvreuse.cache.spans import SpanAllocator
+from kvreuse.cache.policy import make_policy
+from kvreuse.cache.spans import SpanAllocator, join_run
 from kvreuse.cache.tree import PrefixTree
-from kvreuse.cache.usage import Counters, StoreUsage, measure
+from kvreuse.cache.usage import StoreUsage
 from kvreuse.errors import ConfigError
 from kvreuse.types import MissReason, Scope
 
@@ -61,54 +61,54 @@ class PrefixCache:
         self._quota_slots = None if tenant_quota_bytes is None else tenant_quota_bytes // bytes_per_token
         self._clock = clock
         self._structure = RLock()
+        self._registry = Lock()  # of the open leases and what is counted as they are opened; no lock is taken under it
         self._leases: set[Lease] = set()
-        self._counters = Counters(Lock())
+        self._counts: Counter[str] = Counter()  # by field of StoreUsage
+        self._policy = make_policy(
+            policy, lru_weights, num_slots=num_slots, num_blocks=num_slots // block_size, clock=clock
+        )
         self._spans = SpanAllocator(num_slots)
-        self._tree = PrefixTree(self._spans, block_size=block_size)
-        chosen = make_policy(policy, lru_weights=lru_weights, num_blocks=num_slots // block_size)
-        self._uses = Uses(chosen, num_slots=num_slots, clock=clock)
-        self._evictor = Evictor(self._tree, self._spans, uses=self._uses, counters=self._counters, on_evict=on_evict)
-        self._placer = Placer(self._tree, self._spans, evictor=self._evictor, move_slots=move_slots)
+        self._tree = PrefixTree(self._spans, self._policy, block_size=block_size)
+        self._evictor = Evictor(self._tree, counts=self._counts, on_evict=on_evict)
+        self._placer = Placer(self._tree, self._evictor, counts=self._counts, move_slots=move_slots)
 
     def acquire(
-        self,
-        token_ids: Sequence[int],
-        *,
-        scope: Scope,
-        reuse: bool = True,
-        hashes: list[bytes] | None = None,
+        self, token_ids: Sequence[int], *, scope: Scope, reuse: bool = True, hashes: list[bytes] | None = None,
         is_counted: bool = True,
-    ) -> Lease:
+    ) -> Lease:  # fmt: skip
         """Match and pin the longest run of whole cached blocks from position 0 that leaves the last token out.
 
         hashes: block_hashes(token_ids) when the caller has them; not kept and not changed. is_counted: False for a
         look that is no request's.
         """
-        if not reuse:
-            lease = self._open(scope, [], keeps=False)
+        walk = self._walk(token_ids, scope, hashes) if reuse else None
+        lease = Lease(scope=scope, keeps=reuse, on_exit=self.release)
+        with self._registry:
+            self._leases.add(lease)
+        if walk is None:
             lease.miss_reason = MissReason.DISABLED
             return lease
-        query = self._query(token_ids, scope, hashes)
-        lease = self._open(scope, list(query.hashes), keeps=True)
-        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=self._uses.reuse)
-        self._take(lease, walk)
-        if query.limit == 0:
+        lease.hashes, lease.node_runs = walk.hashes, walk.runs
+        self._go_on(lease, walk)
+        if walk.limit == 0:
             lease.miss_reason = MissReason.BELOW_MIN
-        elif walk.num_blocks < query.limit:
+        elif walk.num_blocks < walk.limit:
             with self._structure:
-                self._match_rest(lease, query, walk)
-                if walk.num_blocks < query.limit:
-                    why = why_not_more(self._tree, self._uses.ghosts, query=query, walk=walk)
-                    lease.miss_reason, lease.diverged_at = why
+                self._match_rest(lease, walk)
+                if walk.num_blocks < walk.limit:
+                    lease.miss_reason, lease.diverged_at = why_not_more(self._tree, walk)
         hit = lease.num_cached_tokens = lease.num_committed_tokens
         if is_counted:
-            self._counters.add(num_lookups=1, hit_tokens=hit, miss_tokens=len(token_ids) - hit)
+            with self._registry:
+                self._counts["num_lookups"] += 1
+                self._counts["hit_tokens"] += hit
+                self._counts["miss_tokens"] += len(token_ids) - hit
         return lease
 
     def peek(self, token_ids: Sequence[int], *, scope: Scope, hashes: list[bytes] | None = None) -> int:
         """How many tokens would match now. Pins nothing, changes nothing."""
-        query = self._query(token_ids, scope, hashes)
-        walk = self._tree.walk(query, Walk(), fresh_after=self._fresh_after(), use=None)
+        walk = self._walk(token_ids, scope, hashes)
+        self._tree.walk(walk, fresh_after=self._fresh_after(), is_pinning=False)
         return (walk.num_blocks + walk.num_inside) * self.block_size
 
     def reserve(self, lease: Lease, num_tokens: int, *, num_computed_tokens: int) -> bool:
@@ -123,11 +123,10 @@ class PrefixCache:
         num_live = min(max(num_computed_tokens - lease.num_committed_tokens, 0), lease.num_private_slots)
         with self._structure:
             lease.check_open()
-            has_room = self._placer.reserve(lease, num_slots, num_live=num_live, others=self._open_leases())
+            has_room = self._placer.reserve(lease, num_slots, num_live=num_live, leases=self._open_leases())
             num_used = self._spans.num_slots - self._spans.num_free
-            self._counters.max_used_slots = max(self._counters.max_used_slots, num_used)
-        if not has_room:
-            self._counters.add(num_oom=1)
+            self._counts["max_used_slots"] = max(self._counts["max_used_slots"], num_used)
+            self._counts["num_oom"] += not has_room
         return has_room
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
@@ -169,10 +168,10 @@ class PrefixCache:
             self.trim(lease, 0)
             lease.is_released = True
             for node in list(lease.chain()):
-                self._tree.unpin(node, self._uses.touch)
+                self._tree.unpin(node)
                 self._evictor.offer(node)
             lease.tail = lease.written = None
-            with self._counters.lock:
+            with self._registry:
                 self._leases.discard(lease)
 
     def purge(self, *, tenant: str | None = None) -> int:
@@ -196,66 +195,65 @@ class PrefixCache:
             return self._placer.compact()
 
     def usage(self) -> StoreUsage:
-        with self._structure:
-            return measure(self._tree, self._spans, counters=self._counters, bytes_per_token=self._bytes_per_token,
-                           num_moves=self._placer.num_moves)  # fmt: skip
+        """The numbers of this moment."""
+        with self._structure, self._registry:
+            tree, spans, size = self._tree, self._spans, self._bytes_per_token
+            num_used, node_slots = spans.num_slots - spans.num_free, tree.num_node_slots
+            return StoreUsage(
+                num_slots=spans.num_slots,
+                node_slots=node_slots,
+                private_slots=num_used - node_slots,
+                free_slots=spans.num_free,
+                pinned_slots=sum(node.span.length for node in pinned_nodes(self._leases)),
+                largest_free_slots=spans.largest_free,
+                num_nodes=tree.num_nodes,
+                num_blocks=node_slots // self.block_size,
+                used_bytes=num_used * size,
+                tenant_bytes={tenant: slots * size for tenant, slots in tree.tenant_slots.items()},
+                **self._counts,
+            )
 
     def outline(self, max_nodes: int, names: Mapping[str, Sequence[int]]) -> Outline:
         """A picture for people; its work is bounded by max_nodes and the number of spans. `names` call prefixes."""
-        return draw(self._tree, self._spans, names, lock=self._structure, max_nodes=max_nodes, now_s=self._clock())
+        return draw(self._tree, names, lock=self._structure, max_nodes=max_nodes, now_s=self._clock())
 
     def check_integrity(self) -> None:
         """Raises AssertionError when any two records of the store disagree. No acquire may be running."""
         with self._structure:
-            check_store(self._tree, self._spans, self._evictor, leases=self._open_leases())
+            check_store(self._tree, self._evictor, leases=self._open_leases())
 
-    def _query(self, token_ids: Sequence[int], scope: Scope, hashes: list[bytes] | None) -> Query:
-        packed, size = pack_tokens(token_ids), self.block_size
-        if hashes is None:
-            hashes = []
-            extend_hashes(hashes, packed, scope=scope, block_size=size)
-        return Query(hashes, packed, scope=scope, limit=max(len(token_ids) - 1, 0) // size)
-
-    def _open(self, scope: Scope, hashes: list[bytes], *, keeps: bool) -> Lease:
-        lease = Lease(scope, hashes=hashes, keeps=keeps, on_exit=self.release)
-        with self._counters.lock:
-            self._leases.add(lease)
-        return lease
+    def _walk(self, token_ids: Sequence[int], scope: Scope, hashes: list[bytes] | None) -> Walk:
+        packed, size, known = pack_tokens(token_ids), self.block_size, list(hashes or ())
+        extend_hashes(known, packed[len(known) * size * TOKEN_BYTES :], scope=scope, block_size=size)
+        return Walk(hashes=known, tokens=packed, scope=scope, limit=max(len(token_ids) - 1, 0) // size)
 
     def _open_leases(self) -> list[Lease]:
-        with self._counters.lock:
+        with self._registry:
             return list(self._leases)
 
-    def _take(self, lease: Lease, walk: Walk) -> None:
-        """The lease holds what the walk pinned."""
-        lease.tail = walk.node
-        lease.num_committed_tokens = walk.num_blocks * self.block_size
-        for start, length in walk.runs:
-            join_run(lease.node_runs, start, length)
-        walk.runs.clear()
+    def _go_on(self, lease: Lease, walk: Walk) -> None:
+        """The lease holds all whole nodes that match."""
+        self._tree.walk(walk, fresh_after=self._fresh_after(), is_pinning=True)
+        lease.tail, lease.num_committed_tokens = walk.node, walk.num_blocks * self.block_size
 
-    def _match_rest(self, lease: Lease, query: Query, walk: Walk) -> None:
+    def _match_rest(self, lease: Lease, walk: Walk) -> None:
         """Go on where whole nodes ended, now with the structure lock: into part of a node."""
-        fresh_after = self._fresh_after()
-        self._tree.walk(query, walk, fresh_after=fresh_after, use=self._uses.reuse)
+        self._go_on(lease, walk)
         if walk.stale is not None:
-            self._evictor.expire(walk.stale, fresh_after=fresh_after)
+            self._evictor.expire(walk.stale, fresh_after=self._fresh_after())
         if walk.inside is not None and walk.num_inside:
-            upper = self._tree.split(walk.inside, walk.num_inside)
-            self._tree.pin(upper, self._uses.reuse)
-            walk.runs.append((upper.span.start, upper.span.length))
-            walk.node = upper
-            walk.num_blocks += upper.num_blocks
-        if walk.is_collision:
-            self._counters.add(num_collisions=1)
-        self._take(lease, walk)
+            self._tree.split(walk.inside, walk.num_inside)
+            self._go_on(lease, walk)
+        self._counts["num_collisions"] += walk.is_collision
 
     def _share(self, lease: Lease, token_ids: Sequence[int], end: int) -> None:
         """Switch to the nodes that hold the same blocks already."""
-        begin = lease.num_committed_tokens
-        walk = Walk(lease.tail, begin // self.block_size)
-        query = Query(lease.hashes, pack_tokens(token_ids[:end]), scope=lease.scope, limit=end // self.block_size)
-        self._match_rest(lease, query, walk)
+        begin, size = lease.num_committed_tokens, self.block_size
+        walk = Walk(
+            hashes=lease.hashes, tokens=pack_tokens(token_ids[:end]), scope=lease.scope, limit=end // size,
+            node=lease.tail, num_blocks=begin // size, runs=lease.node_runs,
+        )  # fmt: skip
+        self._match_rest(lease, walk)
         shared = lease.num_committed_tokens - begin
         if shared and lease.private is not None:
             front, lease.private = self._spans.cut(lease.private, shared)
@@ -269,9 +267,9 @@ class PrefixCache:
         if quota is not None and not self._evictor.keep_quota(lease.scope.tenant, num_slots, max_slots=quota):
             return
         new = lease.hashes[lease.num_committed_tokens // self.block_size : end // self.block_size]
-        self._uses.num_written_slots += num_slots
+        self._policy.num_written_slots += num_slots
         # Blocks that return do not become one node with those behind them, which are new: their chances differ.
-        for num_uses, group in groupby(new, key=self._uses.returns):
+        for num_uses, group in groupby(new, key=self._policy.returns):
             hashes = b"".join(group)
             size = len(hashes) // HASH_BYTES * self.block_size * TOKEN_BYTES
             if lease.keeps:
@@ -283,18 +281,15 @@ class PrefixCache:
         if self._tree.find(hashes[:HASH_BYTES]) is not None or lease.private is None:  # a collision: the place is taken
             lease.keeps = False
             return
-        num_slots, tail = len(packed) // TOKEN_BYTES, lease.tail
+        num_slots, tail = len(packed) // TOKEN_BYTES, lease.tail or self._tree.make_root(lease.scope)
         span, lease.private = self._spans.cut(lease.private, num_slots)
         join_run(lease.node_runs, span.start, num_slots)
         lease.num_committed_tokens += num_slots
-        level = self._uses.policy.level(num_uses)
-        self._uses.policy.stored(level, len(hashes) // HASH_BYTES)
-        is_ours = tail is not None and tail is lease.written and tail.level == level
-        if tail is not None and is_ours and self._tree.extend(tail, hashes, packed, span):
-            return
-        parent = self._tree.make_root(lease.scope) if tail is None else tail
-        use = partial(self._uses.begin, num_uses=num_uses)
-        lease.tail = lease.written = self._tree.add(parent, hashes, packed, span=span, use=use)
+        level = self._policy.level(num_uses)
+        self._policy.stored(level, len(hashes) // HASH_BYTES)
+        is_ours = tail is lease.written and tail.level == level
+        if not (is_ours and self._tree.extend(tail, hashes, packed, span)):
+            lease.tail = lease.written = self._tree.add(tail, hashes, packed, span=span, num_uses=num_uses)
 
     def _fresh_after(self) -> float:
         return self._clock() - self._ttl_s
