@@ -2,8 +2,8 @@
 
 from kvreuse.config.kinds import Option
 from kvreuse.config.load import load_config, set_thread_defaults, user_cache_dir
-from kvreuse.config.names import FLAG_NAMES, nearest, unknown
+from kvreuse.config.names import FLAG_NAMES, unknown
 from kvreuse.config.options import DEFAULT_MODEL_DIR, OPTIONS, Config
 
-__all__ = ["DEFAULT_MODEL_DIR", "FLAG_NAMES", "OPTIONS", "Config", "Option", "load_config", "nearest",
-           "set_thread_defaults", "unknown", "user_cache_dir"]  # fmt: skip
+__all__ = ["DEFAULT_MODEL_DIR", "FLAG_NAMES", "OPTIONS", "Config", "Option", "load_config", "set_thread_defaults",
+           "unknown", "user_cache_dir"]  # fmt: skip

@@ -56,11 +56,12 @@ class Option:
     env: tuple[str, ...] = ()
     secret: bool = False
 
-    def check(self, value: Any, *, shown_as: str | None = None) -> None:
-        """Raise ConfigError that names the option, the value and what is allowed."""
+    def check(self, value: Any, *, shown_as: str | None = None, source: str = "") -> None:
+        """Raise ConfigError that names the option, the value, what is allowed and, if it is known, where it was set."""
         if not self.kind.accepts(value):
             shown = _MASK if self.secret else f"'{value if shown_as is None else shown_as}'"
-            raise ConfigError(f"{self.key} is {shown}, allowed is {self.kind.allowed}")
+            hint = f"\nhint: it is set by {source}" if source else ""
+            raise ConfigError(f"{self.key} is {shown}, allowed is {self.kind.allowed}{hint}")
 
     def shown(self, value: Any) -> str:
         """The value as it would be written in serving.properties; secrets are masked."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from kvreuse.config.names import DJL_ONLY, ENV_NAMES, FILE_KEYS, FLAG_NAMES, unknown
 from kvreuse.config.options import DEFAULT_MODEL_DIR, OPTIONS, Config
@@ -19,11 +18,7 @@ from kvreuse.errors import ConfigError
 __all__ = ["load_config", "set_thread_defaults", "user_cache_dir"]
 
 _DEFAULT_PROPERTIES = Path(DEFAULT_MODEL_DIR, "serving.properties")
-
-
-class _Given(NamedTuple):
-    raw: str
-    source: str
+_Given = dict[str, tuple[str, str]]  # option -> (text, where it was set)
 
 
 def load_config(
@@ -41,12 +36,13 @@ def load_config(
     """
     file_given, ignored = _from_file(properties_path)
     given = file_given | _from_env(os.environ if env is None else env) | _from_flags(argv_overrides or {})
-    values = {name: _value(name, found) for name, found in given.items()}
-    sources = {name: found.source for name, found in given.items()}
-    return Config(**values, sources=sources, ignored=ignored)
+    values = {name: OPTIONS[name].kind.read(raw.strip()) for name, (raw, _) in given.items()}
+    for name, (raw, source) in given.items():
+        OPTIONS[name].check(values[name], shown_as=raw.strip(), source=source)
+    return Config(**values, sources={name: source for name, (_, source) in given.items()}, ignored=ignored)
 
 
-def _from_file(path: Path | None) -> tuple[dict[str, _Given], tuple[str, ...]]:
+def _from_file(path: Path | None) -> tuple[_Given, tuple[str, ...]]:
     if path is None:
         if not _DEFAULT_PROPERTIES.is_file():
             return {}, ()
@@ -59,7 +55,7 @@ def _from_file(path: Path | None) -> tuple[dict[str, _Given], tuple[str, ...]]:
         raise ConfigError(f"cannot read {path}: it is not UTF-8 at byte {error.start}") from error
     except ConfigError as error:
         raise ConfigError(f"{error.message} of {path}") from error
-    given: dict[str, _Given] = {}
+    given: _Given = {}
     for key, raw in pairs.items():
         if key in DJL_ONLY:
             continue
@@ -67,34 +63,23 @@ def _from_file(path: Path | None) -> tuple[dict[str, _Given], tuple[str, ...]]:
             raise unknown("option", key, FILE_KEYS)
         if FILE_KEYS[key] in given:
             raise ConfigError(f"{key} is given twice, under two spellings, in {path}")
-        given[FILE_KEYS[key]] = _Given(raw, f"file {path}")
+        given[FILE_KEYS[key]] = (raw, f"file {path}")
     return given, tuple(f"{key}={raw}" for key, raw in pairs.items() if key in DJL_ONLY)
 
 
-def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+def _from_env(env: Mapping[str, str]) -> _Given:
     for variable in env:
         if variable.startswith("OPTION_") and variable not in ENV_NAMES:
             raise unknown("environment variable", variable, ENV_NAMES)
     found = {variable: name for variable, name in ENV_NAMES.items() if variable in env}
-    return {name: _Given(env[variable], f"environment {variable}") for variable, name in found.items()}
+    return {name: (env[variable], f"environment {variable}") for variable, name in found.items()}
 
 
-def _from_flags(flags: Mapping[str, str]) -> dict[str, _Given]:
+def _from_flags(flags: Mapping[str, str]) -> _Given:
     for flag in flags:
         if flag not in FLAG_NAMES:
             raise unknown("flag", f"--{flag}", (f"--{known}" for known in FLAG_NAMES))
-    return {FLAG_NAMES[flag]: _Given(raw, f"flag --{flag}") for flag, raw in flags.items()}
-
-
-def _value(name: str, given: _Given) -> Any:
-    option = OPTIONS[name]
-    raw = given.raw.strip()
-    value = option.kind.read(raw)
-    try:
-        option.check(value, shown_as=raw)
-    except ConfigError as error:
-        raise ConfigError(f"{error.message}\nhint: it is set by {given.source}") from None
-    return value
+    return {FLAG_NAMES[flag]: (raw, f"flag --{flag}") for flag, raw in flags.items()}
 
 
 def user_cache_dir(env: Mapping[str, str] | None = None) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from kvreuse.config.options import OPTIONS
 from kvreuse.errors import ConfigError
 
-__all__ = ["DJL_ONLY", "ENV_NAMES", "FILE_KEYS", "FLAG_NAMES", "nearest", "unknown"]
+__all__ = ["DJL_ONLY", "ENV_NAMES", "FILE_KEYS", "FLAG_NAMES", "unknown"]
 
 # Settings of DJL Serving's own server and of its Python process: one file may serve both.
 DJL_ONLY = frozenset({
@@ -36,15 +36,9 @@ FLAG_NAMES: Mapping[str, str] = {
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like `name`, ignoring case, or None when none is alike."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return by_lower[found[0]] if found else None
-
-
 def unknown(what: str, name: str, known: Iterable[str], *, help_command: str = "kvreuse serve --help") -> ConfigError:
     """The error for a name that is not known; its hint line names the nearest known one, or where to find them all."""
-    likely = nearest(name, known)
-    hint = f"did you mean {likely}?" if likely else f"{help_command} lists what is known"
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    likely = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    hint = f"did you mean {by_lower[likely[0]]}?" if likely else f"{help_command} lists what is known"
     return ConfigError(f"unknown {what} {name}\nhint: {hint}")

@@ -13,7 +13,16 @@ from typing import Any
 
 from kvreuse.errors import ConfigError
 
-__all__ = ["read_json", "read_lines", "show", "write_json", "write_text"]
+__all__ = ["read_json", "read_lines", "read_text", "show", "write_json", "write_text"]
+
+
+def read_text(path: str) -> str:
+    """UTF-8, gzipped or not. Raises ConfigError."""
+    try:
+        raw = Path(path).read_bytes()
+        return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_lines(path: str) -> list[Any]:
@@ -21,11 +30,7 @@ def read_lines(path: str) -> list[Any]:
 
     Raises ConfigError when it cannot be read or is empty.
     """
-    try:
-        raw = Path(path).read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(path)
     if text.lstrip().startswith("["):
         try:
             return list(json.loads(text))
@@ -40,9 +45,7 @@ def read_lines(path: str) -> list[Any]:
 def read_json(path: str) -> Any:
     """The value in a JSON file. Raises ConfigError."""
     try:
-        return json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        return json.loads(read_text(path))
     except ValueError as error:
         raise ConfigError(f"{path} holds no JSON: {error}") from error
 

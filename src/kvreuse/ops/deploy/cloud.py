@@ -106,11 +106,10 @@ class Cloud:
         made = (config or {}).get("ProductionVariants", [])
         types = {variant["VariantName"]: variant.get("InstanceType", "") for variant in made}
         fleets = {
-            (variant := live["VariantName"]): Fleet(
-                types.get(variant, ""), live.get("DesiredInstanceCount", 0), live.get("DesiredWeight", 0.0)
-            )
+            live["VariantName"]: Fleet(types.get(live["VariantName"], ""), live.get("DesiredInstanceCount", 0),
+                                       live.get("DesiredWeight", 0.0))
             for live in found.get("ProductionVariants", [])
-        }
+        }  # fmt: skip
         is_ours = self._is_tagged("sagemaker", found["EndpointArn"], name)
         return Endpoint(found["EndpointStatus"], found["EndpointConfigName"], is_ours, fleets)
 

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvreuse.engine.tokenizer import RENDER_ERRORS
 from kvreuse.errors import ConfigError
+from kvreuse.ops.files import read_json, read_text
 from kvreuse.ops.lint.checks import Finding
 
 __all__ = ["ChatTemplate", "check_template", "plain"]
@@ -54,13 +55,9 @@ class ChatTemplate:
             place = next(filter(Path.is_file, found), place)
             if place.is_dir():
                 raise ConfigError(f"there is no chat template in {path}")
-        try:
-            text = place.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         if place.suffix == ".json":
-            text = json.loads(text).get("chat_template") or ""
-        return cls(text)
+            return cls(read_json(str(place)).get("chat_template") or "")
+        return cls(read_text(str(place)))
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, moment: int = 0

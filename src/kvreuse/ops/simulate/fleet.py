@@ -132,9 +132,7 @@ def _outcome(trace: Trace, flights: list[tuple[Instance, Flight]], fleet: _Fleet
     loads = Counter(instance.number for instance, _ in flights)
     return Outcome(
         hit_rate=hits.total() / max(1, prompts.total()),
-        windows=[
-            hits[window] / prompts[window] if prompts[window] else 0.0 for window in range(max(prompts, default=0) + 1)
-        ],
+        windows=[hits[window] / max(1, prompts[window]) for window in range(max(prompts, default=0) + 1)],
         ttft_mean_s=fmean(ttfts) if ttfts else 0.0,
         ttft_p50_s=cuts[9],
         ttft_p95_s=cuts[18],
