@@ -42,9 +42,15 @@ def demo_model_path(cache_dir: Path | None = None) -> Path:
     if not folder.is_dir():
         source = _packaged_gguf()
         try:
-            _make_atomically(source, folder)
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as temp:
+                made = Path(temp) / "model"
+                _convert(source, made)
+                made.rename(folder)
         except OSError as error:
-            raise ConfigError(f"the demo model cannot be written to {root}: {error.strerror or error}") from error
+            # If it is there, another process was quicker; its folder is as good as ours.
+            if not folder.is_dir():
+                raise ConfigError(f"the demo model cannot be written to {root}: {error.strerror or error}") from error
     return folder
 
 
@@ -60,19 +66,6 @@ def _packaged_gguf() -> Path:
         if path.suffix == ".gguf" and path.is_file():
             return path
     raise ConfigError(f"the installed package {PACKAGE} holds no GGUF file\n{hint}")
-
-
-def _make_atomically(source: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temp:
-        made = Path(temp) / "model"
-        _convert(source, made)
-        try:
-            made.rename(folder)
-        except OSError:
-            # Another process was quicker; its folder is as good as ours.
-            if not folder.is_dir():
-                raise
 
 
 def _convert(source: Path, folder: Path) -> None:

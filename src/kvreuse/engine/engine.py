@@ -243,13 +243,10 @@ class Engine:
             raise EngineDeadError("steps keep failing") from error
 
     def _got_token(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
-        answers = sequence.answers
-        if sequence.is_finished:  # its request failed a moment ago, through the listener of a sibling
-            return
-        answers.got_token()
+        sequence.answers.got_token()
         self._show(sequence, sequence.take(token_id, logprob, eos_token_ids=self._parts.eos_token_ids))
-        if answers.is_finished:
-            self._close(answers)
+        if sequence.answers.is_finished:
+            self._close(sequence.answers)
 
     def _show(self, sequence: Sequence, delta: Delta) -> None:
         if delta.finish_reason is not None:
