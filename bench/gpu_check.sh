@@ -14,19 +14,10 @@ export OPTION_DEVICE=$device # of the server that `bench http` starts
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 
-decode() { # backend: shared and unshared step; `bench decode` itself takes what auto gives
+decode() { # backend: shared and unshared step
   echo "decode step on $1" >&2
-  "$python" - "$1" bench decode --device "$device" --dtype "$dtype" --model "$model" --sequences "$sequences" \
-    --prefix-tokens "$prefix" --json "$results/decode-$1.json" >&2 <<'PYTHON'
-import functools
-import sys
-
-from kvreuse.cli.main import main
-from kvreuse.ops.bench import decode
-
-decode.Config = functools.partial(decode.Config, attention_backend=sys.argv.pop(1))
-sys.exit(main(sys.argv[1:]))
-PYTHON
+  "$python" -m kvreuse.cli.main bench decode --attention-backend "$1" --device "$device" --dtype "$dtype" \
+    --model "$model" --sequences "$sequences" --prefix-tokens "$prefix" --json "$results/decode-$1.json" >&2
 }
 
 first_token() { # true or false: reuse; the first request of the template is not counted

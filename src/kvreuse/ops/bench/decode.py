@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreuse.config import Config, set_thread_defaults
@@ -32,6 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="model to run: demo, a folder or a hub id")
     parser.add_argument("--dtype", default="float32", help="type of weights and KV")
     parser.add_argument("--device", default="auto", help="where the model runs")
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME", help="as the option of this name")
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -39,7 +41,9 @@ def measure(args: argparse.Namespace) -> Report:
     set_thread_defaults()
     from kvreuse.engine.parts import build  # torch takes seconds; flags are checked before
 
-    parts = build(Config(model_id=args.model, dtype=args.dtype, device=args.device, num_threads=args.threads))
+    backend = args.attention_backend
+    config = Config(model_id=args.model, dtype=args.dtype, device=args.device, attention_backend=backend)
+    parts = build(replace(config, num_threads=args.threads))
     prefix = [7 + i * 7919 % (parts.vocab_size - 7) for i in range(args.prefix_tokens)]
     _prefill(parts, prefix)
     batches = {True: _sequences(parts, prefix, args, is_shared=True), False: _sequences(parts, prefix, args)}
