@@ -83,32 +83,26 @@ def read_trace(
         ordered = sorted(found, key=lambda row: row.arrival_s)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{path} is no trace that is known: {error!r}") from error
-    merge = 1 if is_exact else 1 + sum(row.num_blocks for row in ordered) // _MAX_BLOCK_REFS
+    merge = 1 if is_exact else 1 + sum(len(run) for row in ordered for run in row.runs) // _MAX_BLOCK_REFS
     return Trace(list(_interned(ordered, size, merge)), size * merge)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A request as the file has it. `ids`: block names, or [start, length] runs of numbers, both of `scope`."""
+    """A request as the file has it. `runs`: the names of its blocks, in one run or more, all of `scope`."""
 
     arrival_s: float
     num_prompt: int
     num_new: int
-    ids: Sequence[Any]
+    runs: list[Sequence[Any]]
     session: str = ""
     scope: str = ""
 
-    @property
-    def has_runs(self) -> bool:
-        return bool(self.ids) and isinstance(self.ids[0], list)
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(length for _, length in self.ids) if self.has_runs else len(self.ids)
-
-    def names(self) -> list[Any]:
-        runs = (range(start, start + length) for start, length in self.ids) if self.has_runs else (self.ids,)
-        return list(chain.from_iterable(runs))
+def _runs(ids: list[Any]) -> list[Sequence[Any]]:
+    """From block names, or from [start, length] of numbers."""
+    is_short = bool(ids) and isinstance(ids[0], list)
+    return [range(start, start + length) for start, length in ids] if is_short else [ids]
 
 
 def _rows(rows: list[Any], block_size: int, tokenizer: str | None, rate: float) -> tuple[Iterable[_Row], int]:
@@ -132,7 +126,7 @@ def _lines(rows: list[Any]) -> Iterator[_Row]:
     scale = 1.0 if "chat_id" in rows[0] else 1e-3
     for row in rows:
         num_new, session = row.get("output_length", 1), str(row.get("session_id", ""))
-        yield _Row(row["timestamp"] * scale, row["input_length"], num_new, row["hash_ids"], session)
+        yield _Row(row["timestamp"] * scale, row["input_length"], num_new, _runs(row["hash_ids"]), session)
 
 
 def _sessions(rows: list[Any]) -> Iterator[_Row]:
@@ -151,7 +145,7 @@ def _session(requests: list[Any], start_s: float, name: str) -> Iterator[_Row]:
         if "requests" in request:
             yield from _session(request["requests"], now_s, name)
         else:
-            yield _Row(now_s, request["in"], request.get("out", 0), request["hash_ids"], name, name)
+            yield _Row(now_s, request["in"], request.get("out", 0), _runs(request["hash_ids"]), name, name)
 
 
 def _prompts(rows: list[Any], block_size: int, tokenizer: str | None, rate: float) -> Iterator[_Row]:
@@ -161,7 +155,7 @@ def _prompts(rows: list[Any], block_size: int, tokenizer: str | None, rate: floa
         blocks: list[Any] = [tuple(tokens[i : i + block_size]) for i in range(0, len(tokens), block_size)]
         arrival_s = float(record.get("time", record.get("timestamp", number / rate)))
         num_new = int(record.get("max_new_tokens") or (record.get("parameters") or {}).get("max_new_tokens") or 64)
-        yield _Row(arrival_s, len(tokens), num_new, blocks, str(record.get("session", "")))
+        yield _Row(arrival_s, len(tokens), num_new, [blocks], str(record.get("session", "")))
 
 
 def _interned(rows: Iterable[_Row], block_size: int, merge: int) -> Iterator[TraceRequest]:
@@ -169,7 +163,7 @@ def _interned(rows: Iterable[_Row], block_size: int, merge: int) -> Iterator[Tra
     numbers: dict[tuple[int, Any], int] = {}
     ends: dict[int, str] = {}
     for row in rows:
-        names, num_known = row.names(), len(numbers)
+        names, num_known = list(chain.from_iterable(row.runs)), len(numbers)
         names = names[merge - 1 :: merge] + names[-1:] * bool(len(names) % merge)
         node, blocks = numbers.setdefault((-1, row.scope), len(numbers)), []
         for name in names:

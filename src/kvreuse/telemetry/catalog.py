@@ -35,11 +35,6 @@ def _count(name: str, label: str | None = None) -> Read:
     return lambda window: window.count(name, label) or (0 if label is None else None)
 
 
-def _seen(name: str) -> Read:
-    """A counter that stays 0 where a feature is off: published once it is not."""
-    return lambda window: window.count(name) or None
-
-
 def _observed(name: str) -> Read:
     return lambda window: window.values_ms(name)
 
@@ -98,6 +93,6 @@ _ROWS: tuple[tuple[str, str, str, str, Read], ...] = (
     ("KV_AUDIT_MISMATCHES", "Count", "kvreuse_audit_mismatches_total",
      "Of these, hits that differed", _rise("audit_mismatches")),
     ("DROPPED_METRICS", "Count", "kvreuse_dropped_metrics_total",
-     "Metrics that no publisher could send", _seen("dropped_metrics")),
+     "Metrics that no publisher could send", lambda w: w.count("dropped_metrics") or None),
 )  # fmt: skip
 CATALOG = tuple(Published(*row) for row in _ROWS)

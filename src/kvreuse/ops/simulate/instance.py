@@ -110,12 +110,12 @@ class Instance:
         self._unit = settings.block_size / _PARTS  # real tokens per token of the scheduler
         self.cache = PrefixCache(
             num_slots=max(_PARTS, int(settings.pool_tokens / self._unit)), block_size=_PARTS, bytes_per_token=1,
-            policy=settings.policy, move_slots=lambda *_: None, clock=self._clock,
+            policy=settings.policy, move_slots=lambda *_: None, clock=lambda: self.now_s,
         )  # fmt: skip
         limits = SchedulerLimits(
             max_batch_size=settings.max_batch_size, max_batch_tokens=max(1, int(settings.max_batch_tokens / self._unit))
         )
-        self._scheduler = Scheduler(self.cache, limits, clock=self._clock)
+        self._scheduler = Scheduler(self.cache, limits, clock=lambda: self.now_s)
 
     @property
     def num_in_flight(self) -> int:
@@ -144,11 +144,7 @@ class Instance:
 
     def advance(self, until_s: float) -> None:
         """Run every step that ends by then."""
-        while True:
-            if self._batch is None and not self._begin_step(until_s):
-                return
-            if self._batch_end_s > until_s:
-                return
+        while (self._batch is not None or self._begin_step(until_s)) and self._batch_end_s <= until_s:
             self._end_step()
 
     def _begin_step(self, until_s: float) -> bool:
@@ -221,6 +217,3 @@ class Instance:
 
     def _is_decoding(self, item: Scheduled) -> bool:
         return self._flights[item.sequence].ttft_s is not None
-
-    def _clock(self) -> float:
-        return self.now_s
