@@ -53,6 +53,9 @@ class Engine:
         self._is_stopping = False
         self._num_failed_steps = 0
         self._num_steps = 0
+        # What was run since sampled ids were last read: only reading them waits for a GPU, so only then is time known.
+        self._unread: list[Scheduled] = []
+        self._unread_since_s = 0.0
         self._next_upkeep_s = clock() + parts.defrag_interval_s
         self._auditor = Auditor(
             rate=parts.audit_rate,
@@ -224,18 +227,23 @@ class Engine:
             self._got_token(item.sequence, token_id, logprob)
 
     def _run(self, batch: list[Scheduled]) -> tuple[list[Scheduled], list[int], list[TokenLogprob | None]]:
-        started_s = time.perf_counter()
+        if not self._unread:
+            self._unread_since_s = time.perf_counter()
+        self._unread += batch
         items, logits = self._parts.runner.run(batch)
-        if self._parts.lower is not None:
-            self._parts.lower.measured(batch, took_ms=(time.perf_counter() - started_s) * 1e3)
         for item, row in zip(items, logits, strict=True):
             self._auditor.look(item.sequence, row)
         token_ids, logprobs = sample(logits, [item.sequence.sampling for item in items])
+        if items:
+            if self._parts.lower is not None:
+                self._parts.lower.measured(self._unread, took_ms=(time.perf_counter() - self._unread_since_s) * 1e3)
+            self._unread = []
         self._parts.scheduler.commit(batch)
         return items, token_ids, logprobs
 
     def _step_failed(self, batch: Iterable[Scheduled], error: Exception) -> None:
         log.exception("a step failed")
+        self._unread = []
         self._num_failed_steps += 1
         for answers in dict.fromkeys(item.sequence.answers for item in batch):
             self._fail(answers, InternalError("the step that computed this request failed; it can be sent again"))
