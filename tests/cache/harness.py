@@ -96,7 +96,7 @@ class World:
     def check(self) -> None:
         """Integrity, and the tokens of every committed block are in its slots."""
         self.cache.check_integrity()
-        for node in self.cache._tree.nodes():
+        for node in (node for root in self.cache._tree.roots(None) for node in root.below()):
             tokens = array("I", node.tokens)
             held = self.slab[node.span.start : node.span.end]
             assert [value[0] for value in held] == list(tokens)

@@ -47,9 +47,11 @@ def _is_elsewhere(tree: PrefixTree, walk: Walk) -> bool:
     """Is the first block cached under another model or adapter of the same tenant?"""
     packed = walk.tokens[: tree.block_size * TOKEN_BYTES]
     for root in islice(tree.roots(walk.scope.tenant), _MAX_EXAMINED):
+        if root.scope == walk.scope:
+            continue
         hashes: list[bytes] = []
         extend_hashes(hashes, packed, scope=root.scope, block_size=tree.block_size)
         node = root.children.get(hashes[0])
-        if root.scope != walk.scope and node is not None and node.tokens.startswith(packed):
+        if node is not None and node.tokens.startswith(packed):
             return True
     return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
-from operator import itemgetter
 
 from kvreuse.cache.node import Node
 from kvreuse.cache.tree import PrefixTree
@@ -127,12 +126,12 @@ class Evictor:
 
     def _first(self) -> Node | None:
         """The least recently used, unless another's key is smaller by the policy's margin or more."""
-        policy = self._tree.policy
-        entries = [(policy.key(entry[2]), *entry) for level in self._levels.values() for entry in level.ends()]
+        entries = [entry for level in self._levels.values() for entry in level.ends()]
         if not entries:
             return None
-        oldest, smallest = min(entries, key=itemgetter(1, 2)), min(entries)
-        return (oldest if oldest[0] - smallest[0] < policy.margin else smallest)[3]
+        keys = self._tree.policy.keys([entry[2] for entry in entries])
+        oldest, smallest = entries.index(min(entries)), keys.index(min(keys))
+        return entries[oldest if keys[oldest] - keys[smallest] < self._tree.policy.margin else smallest][2]
 
     def _drop_all(self, nodes: list[Node], reason: MissReason | None) -> int:
         """Drop the nodes, deeper ones before; what is pinned or above something that stays is left."""

@@ -9,7 +9,7 @@ looks the same whether it takes a second or a day.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from typing import NamedTuple
 
@@ -61,8 +61,9 @@ class Policy:
         del num_uses
         return 0
 
-    def key(self, node: Node) -> float:
-        return node.last_used_s
+    def keys(self, nodes: Sequence[Node]) -> list[float]:
+        """What each is worth at this moment."""
+        return [node.last_used_s for node in nodes]
 
     def stored(self, level: int, num_blocks: int) -> None:
         """So many blocks are on that level now."""
@@ -118,8 +119,8 @@ class LFU(Policy):
     def level(self, num_uses: int) -> int:
         return min(num_uses, 63)
 
-    def key(self, node: Node) -> float:
-        return node.level
+    def keys(self, nodes: Sequence[Node]) -> list[float]:
+        return [node.level for node in nodes]
 
 
 class SizeWeightedLRU(Policy):
@@ -179,17 +180,17 @@ class SizeWeightedLRU(Policy):
     def reused(self, level: int, age: float, num_blocks: int) -> None:
         self._hits[level][self._age_class(age)] += num_blocks
 
-    def key(self, node: Node) -> float:
-        turnover = self.turnover
-        if turnover >= self._next_update:
+    def keys(self, nodes: Sequence[Node]) -> list[float]:
+        now = self.turnover
+        if now >= self._next_update:
             self._learn()
-            self._next_update = turnover + 1 / self._UPDATES_PER_TURNOVER
-        value = self._values[node.level][self._age_class(turnover - node.last_turnover)]
-        return self._by_value * value - self._SIZE_EXPONENT * log2(node.num_blocks)
+            self._next_update = now + 1 / self._UPDATES_PER_TURNOVER
+        values, age_class, exponent = self._values, self._age_class, self._SIZE_EXPONENT
+        # Sizes in bytes of hashes: only differences of keys count.
+        return [values[n.level][age_class(now - n.last_turnover)] - exponent * log2(len(n.hashes)) for n in nodes]
 
     def _age_class(self, age: float) -> int:
-        octave = int(age / self._FIRST_AGE).bit_length()
-        return octave if octave < self._NUM_AGES else self._NUM_AGES - 1
+        return min(int(age / self._FIRST_AGE).bit_length(), self._NUM_AGES - 1)
 
     def _learn(self) -> None:
         """Values of all levels and ages from what was counted; old counts fade."""
@@ -215,15 +216,15 @@ class SizeWeightedLRU(Policy):
         return times
 
     def _best(self, hits: list[float], times: list[float]) -> list[float]:
-        """log2 of the value at each age: the most hits per time up to any age behind it."""
-        row = [self._FORGOTTEN] * self._NUM_AGES
+        """Weighted log2 of the value at each age: the most hits per time up to any age behind it."""
+        row = [self._by_value * self._FORGOTTEN] * self._NUM_AGES
         for age in range(self._NUM_AGES - 1):
             best = sum_hits = sum_times = 0.0
             for num_hits, time in zip(hits[age:], times[age:], strict=True):
                 sum_hits += num_hits
                 sum_times += time
                 best = max(best, sum_hits / sum_times)
-            row[age] = log2(best)
+            row[age] = self._by_value * log2(best)
         return row
 
 

@@ -96,18 +96,18 @@ class SpanAllocator:
         if length == 0:
             self.free(span)
         elif length < span.length:
-            self.free(self.split(span, length)[1])
+            self.free(self.split(span, length))
 
-    def split(self, span: Span, length: int) -> tuple[Span, Span]:
-        """(front, rest): `span` keeps the first `length` slots, a new span holds the others (both non-empty)."""
+    def split(self, span: Span, length: int) -> Span:
+        """`span` keeps its first `length` slots, a new span holds the others (both non-empty)."""
         rest = Span(span.start + length, span.length - length)
         span.length = length
         self._used[rest.start] = rest
-        return span, rest
+        return rest
 
     def cut(self, span: Span, length: int) -> tuple[Span, Span | None]:
-        """Like split, but the rest may be empty: None."""
-        return (span, None) if length == span.length else self.split(span, length)
+        """(front, rest), of which the rest may be empty: None."""
+        return span, None if length == span.length else self.split(span, length)
 
     def join(self, front: Span, rest: Span) -> None:
         """`front` takes the slots of `rest`, which begins where it ends; `rest` is gone."""

@@ -12,7 +12,7 @@ Locks, in the order in which they are taken:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
@@ -52,16 +52,12 @@ class PrefixTree:
 
     @property
     def num_nodes(self) -> int:
+        """In the index: doomed ones are not."""
         return sum(len(bucket.nodes) for bucket in self._buckets)
 
     @property
     def num_node_slots(self) -> int:
         return sum(self.tenant_slots.values())
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node in the index (doomed ones are not)."""
-        for bucket in self._buckets:
-            yield from bucket.nodes.values()
 
     def find(self, block_hash: bytes) -> Node | None:
         return self.bucket(block_hash).nodes.get(block_hash)
@@ -179,15 +175,10 @@ class PrefixTree:
         assert parent is not None
         old = self.bucket(node.hashes)
         with old.lock:
-            span, node.span = self.spans.split(node.span, num_blocks * self.block_size)
-            upper = Node(
-                parent=parent, scope=node.scope, depth=node.depth, span=span,
-                hashes=node.hashes[:at_hash], tokens=node.tokens[:at_token],
-                pins=node.pins, num_uses=node.num_uses, level=node.level,
-                last_used_s=node.last_used_s, last_turnover=node.last_turnover,
-            )  # fmt: skip
-            upper.span.owner, node.span.owner = upper, node
+            upper = replace(node, hashes=node.hashes[:at_hash], tokens=node.tokens[:at_token], children={})
             node.hashes, node.tokens = node.hashes[at_hash:], node.tokens[at_token:]
+            node.span = self.spans.split(node.span, num_blocks * self.block_size)
+            upper.span.owner, node.span.owner = upper, node
             node.depth += num_blocks
             node.parent = old.nodes[upper.first_hash] = upper
         parent.children[upper.first_hash] = upper
@@ -221,7 +212,7 @@ class PrefixTree:
             hashes, tokens, span = node.hashes[at_hash:], node.tokens[at_token:], node.span
             node.hashes, node.tokens = node.hashes[:at_hash], node.tokens[:at_token]
             if keep:
-                node.span, span = self.spans.split(span, keep * self.block_size)
+                span = self.spans.split(span, keep * self.block_size)
             else:
                 span.owner = None  # no circle of references: a node that left is freed without a collector
                 if not node.is_doomed:
