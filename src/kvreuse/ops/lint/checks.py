@@ -102,11 +102,11 @@ def check_group(
                 continue
             kind, where = _classify(first, other, difference)
             saves = difference.shared_after // block_size * block_size * len(others)
-            if kind not in findings:
-                findings[kind] = Finding(kind=kind, advice=_ADVICE[kind], where=where, group=number,
-                                         at_token=difference.at_token, saves_tokens=saves)  # fmt: skip
-    found = list(findings.values()) or list(
-        _check_blocks(number, shared[len(shared) // 2], len(others), block_size))  # fmt: skip
+            findings.setdefault(kind, Finding(kind=kind, advice=_ADVICE[kind], where=where, group=number,
+                                              at_token=difference.at_token, saves_tokens=saves))  # fmt: skip
+    found = list(findings.values())
+    if not found:
+        found += _check_blocks(number, shared[len(shared) // 2], len(others), block_size)
     least = min(others, key=lambda other: _common(first, other))
     next_texts = [text.prompt.text[text.at(shared[0]) :][:_REACH] for text in (first, least)]
     return Group(number=number, num_prompts=len(texts), shared_tokens=shared[0], next_texts=next_texts), found
