@@ -54,19 +54,26 @@ def run_command(name: str, arguments: Sequence[str], *, folder: Path, num_thread
     """
     figures, log = folder / f"{name}.json", folder / f"{name}.log"
     figures.unlink(missing_ok=True)
-    with log.open("w") as output:
-        done = subprocess.run(
-            [sys.executable, *arguments, "--json", str(figures)],
-            cwd=ROOT,
-            env={**os.environ, **_environment(num_threads)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if done.returncode == 0:
+    exit_code = _run([sys.executable, *arguments, "--json", str(figures)], log=log, num_threads=num_threads)
+    if exit_code == 0:
         return None
     lines = [line for line in log.read_text(errors="replace").splitlines() if line and not line.startswith("hint: ")]
-    return lines[-1].rpartition("error: ")[2] if lines else f"ended with exit code {done.returncode}"
+    return lines[-1].rpartition("error: ")[2] if lines else f"ended with exit code {exit_code}"
+
+
+def _run(command: Sequence[str], *, log: Path, num_threads: int) -> int:
+    """In a process group of its own: an interrupt reaches it once, and it stops its servers in good order."""
+    variables = {**os.environ, **_environment(num_threads)}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
 
 
 def load_results(folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.parts import PARTS, ROOT, commands, load_results, run_command
+from bench.peers.process import interrupted_by_sigterm
 from bench.render import write_page
 from kvreuse.ops.bench.report import environment
 
@@ -116,4 +117,5 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    interrupted_by_sigterm()
     sys.exit(main())

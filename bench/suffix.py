@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from bench.peers.load import ask
-from bench.peers.process import running
+from bench.peers.process import interrupted_by_sigterm, running
 from bench.peers.roster import MODEL, PEERS, ROOT, Launch, environment
 from kvreuse.ops.bench.server import free_port
 from kvreuse.ops.bench.workload import Workload, load_tokenizer
@@ -105,4 +105,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interrupted_by_sigterm()
     sys.exit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from bench import run as whole
 from bench.bars import BARS, bars_table
-from bench.parts import PARTS, commands, load_results, run_command
+from bench.parts import PARTS, ROOT, commands, load_results, run_command
 from bench.peers import compare
 from bench.peers.compare import QUICK
 from bench.peers.roster import PEERS
@@ -185,6 +187,21 @@ def test_the_figures_of_a_part_are_kept(tmp_path: Path) -> None:
     code = "import os, sys; open(sys.argv[2], 'w').write('{\"threads\": ' + os.environ['OMP_NUM_THREADS'] + '}')"
     assert run_command("store", ["-c", code], folder=tmp_path, num_threads=3) is None
     assert load_results(tmp_path) == {"store": {"threads": 3}}
+
+
+def test_an_interrupted_part_ends_in_good_order(tmp_path: Path) -> None:
+    part = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+        "try: os.kill(os.getppid(), signal.SIGINT); time.sleep(60)\n"
+        "except KeyboardInterrupt: print('stopped its servers')"
+    )
+    whole_run = (
+        "import sys; from pathlib import Path; from bench.parts import run_command\n"
+        "try: run_command('http', ['-c', sys.argv[2]], folder=Path(sys.argv[1]), num_threads=1)\n"
+        "except KeyboardInterrupt: sys.exit(7)"
+    )
+    done = subprocess.run([sys.executable, "-c", whole_run, str(tmp_path), part], cwd=ROOT, check=False)
+    assert (done.returncode, (tmp_path / "http.log").read_text()) == (7, "stopped its servers\n")
 
 
 def test_the_page_can_be_written_again_from_what_was_kept(tmp_path: Path) -> None:

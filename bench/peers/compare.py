@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.load import Answer, ask, ask_all
-from bench.peers.process import PeerError, running, usage
+from bench.peers.process import PeerError, interrupted_by_sigterm, running, usage
 from bench.peers.prompts import PREFIX_TOKENS, Load, PeerPrompt, templated, unrelated
 from bench.peers.reference import agrees, digest, references
 from bench.peers.roster import FOLDER, MODEL, PEERS, ROOT, Launch, Peer, environment
@@ -255,4 +255,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    interrupted_by_sigterm()
     sys.exit(main())

@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 from typing import IO
 from urllib.parse import urlsplit
 
-__all__ = ["PeerError", "Usage", "running", "usage"]
+__all__ = ["PeerError", "Usage", "interrupted_by_sigterm", "running", "usage"]
 
 _STOP_S = 20.0
 _POLL_S = 0.2
@@ -50,6 +50,11 @@ def running(
             yield process.pid
         finally:
             _end(process)
+
+
+def interrupted_by_sigterm() -> None:
+    """SIGTERM unwinds this process as Ctrl-C does, so that the servers it started are stopped."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def usage(pid: int) -> Usage:
