@@ -111,17 +111,26 @@ class Evictor:
         return freed >= excess
 
     def expire(self, node: Node, *, fresh_after: float) -> int:
-        """Drop what is older than fresh_after in the subtree of the node; returns blocks."""
-        return self._drop_all([n for n in (node, *node.below()) if n.last_used_s < fresh_after], MissReason.EXPIRED)
+        """Drop what is older than fresh_after in the subtree of the node; returns blocks. What is pinned or above
+        something that stays is left.
+        """
+        num_blocks = 0
+        for stale in reversed([node, *node.below()]):
+            is_old_leaf = stale.parent is not None and not stale.children and stale.last_used_s < fresh_after
+            size = stale.num_blocks
+            if is_old_leaf and self._drop(stale, size, MissReason.EXPIRED):
+                num_blocks += size
+        return num_blocks
 
     def purge(self, roots: Iterable[Node]) -> int:
         """Make everything below the roots unfindable and drop what nobody pins; returns blocks found."""
         num_blocks = 0
         for root in roots:
-            doomed = list(root.below())
-            num_blocks += sum(node.num_blocks for node in doomed)
             self._tree.drop_root(root)
-            self._drop_all([node for node in doomed if not self._tree.doom(node)], None)
+            for node in reversed(list(root.below())):
+                num_blocks += node.num_blocks
+                if not self._drop(node, node.num_blocks, None):
+                    self._tree.doom(node)
         return num_blocks
 
     def _first(self) -> Node | None:
@@ -132,15 +141,6 @@ class Evictor:
         keys = self._tree.policy.keys([entry[2] for entry in entries])
         oldest, smallest = entries.index(min(entries)), keys.index(min(keys))
         return entries[oldest if keys[oldest] - keys[smallest] < self._tree.policy.margin else smallest][2]
-
-    def _drop_all(self, nodes: list[Node], reason: MissReason | None) -> int:
-        """Drop the nodes, deeper ones before; what is pinned or above something that stays is left."""
-        num_blocks = 0
-        for node in sorted(nodes, key=lambda node: -node.depth):
-            size = node.num_blocks
-            if node.parent is not None and not node.children and self._drop(node, size, reason):
-                num_blocks += size
-        return num_blocks
 
     def _drop(self, node: Node, num_blocks: int, reason: MissReason | None) -> bool:
         """Every block that leaves the store leaves here. False: the node was pinned meanwhile.

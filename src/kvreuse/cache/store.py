@@ -179,10 +179,11 @@ class PrefixCache:
         their pins, and what is being computed now is not stored.
         """
         with self._structure:
-            for lease in self._open_leases():
+            num_blocks = self._evictor.purge(self._tree.roots(tenant))
+            for lease in self._open_leases():  # afterwards, for those that were matching meanwhile
                 if tenant is None or lease.scope.tenant == tenant:
                     lease.keeps = False
-            return self._evictor.purge(self._tree.roots(tenant))
+            return num_blocks
 
     def expire(self) -> int:
         """Drop what was not used for ttl_s and is not pinned; returns blocks."""
@@ -259,7 +260,7 @@ class PrefixCache:
             front, lease.private = self._spans.cut(lease.private, shared)
             self._spans.free(front)
         # Its place in the index is taken by another block: this lease can store no more.
-        lease.keeps = not walk.is_collision
+        lease.keeps &= not walk.is_collision
 
     def _store(self, lease: Lease, packed: bytes, end: int) -> None:
         """Blocks [num_committed_tokens, end) of the private span become a node, or more of the one written before."""

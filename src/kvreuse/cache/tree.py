@@ -188,14 +188,12 @@ class PrefixTree:
             new.nodes[node.first_hash] = node
         return upper
 
-    def doom(self, node: Node) -> bool:
-        """Make a pinned node unfindable. False when it is not pinned (then it can be cut at once)."""
+    def doom(self, node: Node) -> None:
+        """Make a pinned node unfindable; it is cut when its last pin goes."""
         bucket = self.bucket(node.hashes)
         with bucket.lock:
-            if node.pins:
-                node.is_doomed = True
-                del bucket.nodes[node.first_hash]
-            return node.is_doomed
+            node.is_doomed = True
+            del bucket.nodes[node.first_hash]
 
     def cut(self, node: Node, num_blocks: int) -> tuple[bytes, bytes, Span] | None:
         """Take the last `num_blocks` blocks from an unpinned leaf: (hashes, token bytes, span), now the caller's.
