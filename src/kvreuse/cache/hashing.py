@@ -33,11 +33,8 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 @lru_cache(maxsize=256)  # every block of a request has the same
 def encode_scope(scope: Scope) -> bytes:
     """Tagged, length-prefixed parts: no two different scopes encode alike."""
-    out = bytearray()
-    for tag in _TAGS:
-        value = getattr(scope, tag).encode("utf-8", "surrogatepass")
-        out += b"%s:%d:" % (tag.encode(), len(value)) + value
-    return bytes(out)
+    values = {tag: getattr(scope, tag).encode("utf-8", "surrogatepass") for tag in _TAGS}
+    return b"".join(b"%s:%d:%s" % (tag.encode(), len(value), value) for tag, value in values.items())
 
 
 def extend_hashes(hashes: list[bytes], packed: bytes, *, scope: Scope, block_size: int) -> None:

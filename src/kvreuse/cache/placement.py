@@ -11,7 +11,7 @@ What others pin, and their private spans, never move. Unpinned nodes, and what t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from kvreuse.cache.eviction import Evictor
 from kvreuse.cache.lease import Lease, pinned_nodes
@@ -41,8 +41,8 @@ class Placer:
         self._counts = counts
         self._move_slots = move_slots
 
-    def reserve(self, lease: Lease, num_slots: int, *, num_live: int, leases: Collection[Lease]) -> bool:
-        """Make the private span num_slots long and keep its first num_live slots' content. leases: all that are open.
+    def reserve(self, lease: Lease, num_slots: int, *, num_live: int, leases: Callable[[], list[Lease]]) -> bool:
+        """Make the private span num_slots long and keep its first num_live slots' content. leases: tells the open ones.
 
         False: no room now; nothing changed, unless a concurrent match pinned what was about to be evicted.
         """
@@ -50,8 +50,9 @@ class Placer:
         if short <= 0 and self._fit(lease, num_slots, num_live):
             return True
         own = {node for node in lease.chain() if node.pins == 1}
-        fixed = [node.span for node in pinned_nodes(leases) - own]
-        fixed += [other.private for other in leases if other is not lease and other.private is not None]
+        others = leases()
+        fixed = [node.span for node in pinned_nodes(others) - own]
+        fixed += [other.private for other in others if other is not lease and other.private is not None]
         if not self._can_ever_fit(fixed, own, num_slots):
             return False
         self._evictor.evict(short)

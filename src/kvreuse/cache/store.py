@@ -123,7 +123,7 @@ class PrefixCache:
         num_live = min(max(num_computed_tokens - lease.num_committed_tokens, 0), lease.num_private_slots)
         with self._structure:
             lease.check_open()
-            has_room = self._placer.reserve(lease, num_slots, num_live=num_live, leases=self._open_leases())
+            has_room = self._placer.reserve(lease, num_slots, num_live=num_live, leases=self._open_leases)
             num_used = self._spans.num_slots - self._spans.num_free
             self._counts["max_used_slots"] = max(self._counts["max_used_slots"], num_used)
             self._counts["num_oom"] += not has_room
