@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvreuse.engine.packed import PackedLinear, pack_linears
+from kvreuse.engine.packed import PackedLinear, pack_linears, padded_rows
 
 
 class Tied(nn.Module):
@@ -50,3 +50,12 @@ def test_only_plain_layers_are_packed_and_the_embedding_keeps_its_weights():
 
 def test_types_that_the_kernels_cannot_do_stay_stock():
     assert pack_linears(Tied(torch.float64)) == 0
+
+
+def test_few_numbers_of_rows_are_used_and_little_is_wasted():
+    padded = [padded_rows(n) for n in range(1, 1025)]
+    assert len(set(padded)) < 70
+    assert padded == sorted(padded)
+    for num_rows, used in enumerate(padded, start=1):
+        assert num_rows <= used < 1.18 * num_rows
+        assert padded_rows(used) == used

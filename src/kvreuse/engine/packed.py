@@ -11,12 +11,22 @@ import logging
 import torch
 from torch import Tensor, nn
 
-__all__ = ["pack_linears"]
+__all__ = ["pack_linears", "padded_rows"]
 
 log = logging.getLogger("kvreuse.engine")
 
 # The kernels lay weights out for a number of rows; that for a decode batch is good for prefill too.
 ROWS = 32
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next number of rows that packed layers are used with.
+
+    For each one they meet, the kernels keep some 100 KB to 1 MB of code and take a millisecond to write it: with all of
+    1 to 512 a process would grow by gigabytes.
+    """
+    step = next((step for most, step in ((16, 1), (64, 4), (128, 8), (256, 16)) if num_rows <= most), 32)
+    return -(-num_rows // step) * step
 
 
 class PackedLinear(nn.Module):
@@ -36,7 +46,7 @@ class PackedLinear(nn.Module):
 
 @torch.no_grad()
 def pack_linears(model: nn.Module) -> int:
-    """Replace every plain linear layer on the CPU, in place; how many. 0 where this build of torch cannot.
+    """Replace every plain linear layer on the CPU, in place; how many are packed now. 0 where torch cannot.
 
     Subclasses of nn.Linear (quantised layers, adapters) stay as they are.
     """
@@ -45,7 +55,7 @@ def pack_linears(model: nn.Module) -> int:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and _can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
-                num_packed += 1
+            num_packed += isinstance(getattr(parent, name), PackedLinear)
     return num_packed
 
 

@@ -20,7 +20,7 @@ from kvreuse.engine.devices import log_gpus
 from kvreuse.engine.grammar import Grammars
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.lower_tiers import LowerTiers
-from kvreuse.engine.packed import pack_linears
+from kvreuse.engine.packed import pack_linears, padded_rows
 from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
 from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
@@ -86,7 +86,7 @@ def build(config: Config) -> EngineParts:
 
 def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     """The parts around a model that was loaded with the engine's attention."""
-    pack_linears(loaded.model)
+    is_packed = pack_linears(loaded.model)
     layout = probe_layout(loaded.model).stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
     num_slots = num_slots_for(
         layout,
@@ -113,7 +113,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     vocab_size = loaded.model.get_input_embeddings().weight.shape[0]
     eos_token_ids = frozenset(loaded.eos_token_ids)
     return EngineParts(
-        runner=Runner(loaded.model, pool, backend),
+        runner=Runner(loaded.model, pool, backend, padded=padded_rows if is_packed else int),
         scheduler=Scheduler(cache, _limits(config, concurrency), lower=lower),
         cache=cache,
         pool=pool,

@@ -5,7 +5,7 @@ Knows tensors and slots. Knows nothing of queues, text or the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,15 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Owns the model's forward."""
+    """Owns the model's forward. padded(n): so many rows does a batch of n get; those beyond n belong to nobody."""
 
-    def __init__(self, model: PreTrainedModel, pool: KVPool, backend: Backend) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pool: KVPool, backend: Backend, *, padded: Callable[[int], int] = int
+    ) -> None:
         self._model = model
         self._pool = pool
         self._backend = backend
+        self._padded = padded
         self._device = model.get_input_embeddings().weight.device
 
     @torch.inference_mode()
@@ -45,14 +48,15 @@ class Runner:
         keep = [slices[i].first_row + slices[i].num_rows - 1 for i in sampled] or [0]
         with running(Step(self._pool, slices, self._backend)):
             output = self._model(
-                input_ids=self._tensor(token_ids)[None],
-                position_ids=self._tensor(positions)[None],
+                input_ids=self._rows(token_ids)[None],
+                position_ids=self._rows(positions)[None],
                 use_cache=False,
-                logits_to_keep=self._tensor(keep),
+                logits_to_keep=self._rows(keep),
             )
         return [items[i] for i in sampled], output.logits[0, : len(sampled)].float()
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _rows(self, values: list[int]) -> Tensor:
+        values = values + [0] * (self._padded(len(values)) - len(values))
         return torch.tensor(values, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
 
 

@@ -52,13 +52,16 @@ class Step:
         """What a layer does: write its new K and V, then attend.
 
         qkv: (1, heads, T, head_dim) each; kwargs: what the model passes beside them.
-        Returns (1, T, query_heads, value_head_dim).
+        Returns (1, T, query_heads, value_head_dim). Rows behind those of the slices belong to nobody: they write
+        nothing and get zeros.
         """
-        query, key, value = qkv
+        num_rows, num_more = len(self._slots), qkv[0].shape[2] - len(self._slots)
+        query, key, value = (part[:, :, :num_rows] for part in qkv) if num_more else qkv
         self.pool.write(index, self.slots_on(key.device), key, value)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return self.backend.attend(self, index, query, scaling=scaling, sinks=kwargs.get("s_aux"))
+        out = self.backend.attend(self, index, query, scaling=scaling, sinks=kwargs.get("s_aux"))
+        return nn.functional.pad(out, (0, 0, 0, 0, 0, num_more)) if num_more else out
 
 
 class Backend(Protocol):
