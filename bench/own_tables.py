@@ -61,7 +61,9 @@ def _two_ways(
             )
     plot = Bars(unit="ms", groups=groups)
     return (
-        Table(name=part, title=title, note=note, head=("", *columns, "ratio"), rows=rows, plot=plot) if rows else None
+        Table(name=part, title=title, note=note, head=("", *columns, "slower / faster"), rows=rows, plot=plot)
+        if rows
+        else None
     )
 
 
