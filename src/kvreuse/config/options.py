@@ -81,7 +81,8 @@ class Config:
     audit_rate: float = option(0.001, number(0, 1), "Share of hits that are computed again and compared")
 
     max_batch_size: int = option(64, integer(1, 4096), "Sequences that run at the same time")
-    max_batch_tokens: int = option(512, integer(1, 2**20), "Tokens in one step, at least max_batch_size")
+    max_batch_tokens: int | None = option(None, integer(1, 2**20),
+        "Tokens in one step, at least max_batch_size; auto is 256 on CPUs and 2048 on GPUs", unit="tokens")
     max_concurrency: int | None = option(None, integer(1, 2**16),
         "Requests that are admitted at once; auto is max_batch_size x number of devices")
     max_queue: int | None = option(None, integer(0, 2**20),
@@ -141,7 +142,7 @@ class Config:
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
             declared.check(getattr(self, name))
-        if self.max_batch_tokens < self.max_batch_size:
+        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_batch_size:
             raise ConfigError(
                 f"option.max_batch_tokens is {self.max_batch_tokens}, "
                 f"allowed is at least option.max_batch_size ({self.max_batch_size})\n"
@@ -157,6 +158,10 @@ class Config:
     def concurrency(self, *, num_devices: int = 1) -> int:
         """max_concurrency, derived when it is None."""
         return self.max_batch_size * num_devices if self.max_concurrency is None else self.max_concurrency
+
+    def step_tokens(self, *, is_cpu: bool) -> int:
+        """max_batch_tokens, derived when it is None: so few that a prefill just has full speed and others wait less."""
+        return self.max_batch_tokens or max(self.max_batch_size, 256 if is_cpu else 2048)
 
     def queue_limit(self, *, num_devices: int = 1) -> int:
         """max_queue, derived when it is None."""

@@ -213,6 +213,7 @@ class Engine:
                 self._fail(sequence.answers, error)
         batch = [item for item in batch if not item.sequence.is_finished]
         if not batch:
+            self._unread = []  # idle time is nobody's cost
             return
         try:
             items, token_ids, logprobs = self._run(batch)

@@ -25,7 +25,7 @@ def padded_rows(num_rows: int) -> int:
     For each one they meet, the kernels keep some 100 KB to 1 MB of code and take a millisecond to write it: with all of
     1 to 512 a process would grow by gigabytes.
     """
-    step = next((step for most, step in ((16, 1), (64, 4), (128, 8), (256, 16)) if num_rows <= most), 32)
+    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
     return -(-num_rows // step) * step
 
 
@@ -36,6 +36,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self.weight = torch.empty_like(linear.weight, device="meta")  # models ask for its dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
 
     def forward(self, rows: Tensor) -> Tensor:

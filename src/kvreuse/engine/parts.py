@@ -100,6 +100,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     cache = _cache(config, pool, lower)
     num_devices = len(layout.devices)
     concurrency = config.concurrency(num_devices=num_devices)
+    is_cpu = all(device.type == "cpu" for device in layout.devices)
     log_gpus(layout.devices)
     log.info(
         "model %s: %d layers, %s, attention %s, KV pool %d tokens = %.0f MiB",
@@ -114,7 +115,7 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     eos_token_ids = frozenset(loaded.eos_token_ids)
     return EngineParts(
         runner=Runner(loaded.model, pool, backend, padded=padded_rows if is_packed else int),
-        scheduler=Scheduler(cache, _limits(config, concurrency), lower=lower),
+        scheduler=Scheduler(cache, _limits(config, concurrency, is_cpu=is_cpu), lower=lower),
         cache=cache,
         pool=pool,
         lower=lower,
@@ -145,10 +146,10 @@ def _cache(config: Config, pool: KVPool, lower: LowerTiers | None) -> PrefixCach
     )
 
 
-def _limits(config: Config, concurrency: int) -> SchedulerLimits:
+def _limits(config: Config, concurrency: int, *, is_cpu: bool) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_size=min(config.max_batch_size, concurrency),
-        max_batch_tokens=config.max_batch_tokens,
+        max_batch_tokens=config.step_tokens(is_cpu=is_cpu),
         groups=GroupRules(
             group_min_size=config.group_min_size,
             group_max_wait_s=config.group_max_wait_ms / 1e3,

@@ -59,7 +59,7 @@ class WaitingRoom:
         """Leave; a sequence that is not here is ignored."""
         if sequence in self._queue:
             del self._queue[sequence]
-            self._group_sizes[_group(sequence)] -= 1
+            self._group_sizes -= Counter([_group(sequence)])  # forgets groups that are empty now
 
     def candidates(self, num_resident: Callable[[Sequence], int]) -> list[Sequence]:
         """The oldest few in the order in which to admit them now.

@@ -82,7 +82,6 @@ def _server(settings: Settings) -> AbstractContextManager[str]:
             "dtype": settings.dtype,
             # All variants of the burst shall be in flight at once.
             "max_batch_size": max(64, settings.variants),
-            "max_batch_tokens": max(512, settings.variants),
             "request_timeout_s": _REQUEST_TIMEOUT_S,
         }
     )
