@@ -76,6 +76,21 @@ def test_backends_equal_the_written_out_softmax(window, kv_heads, group, has_sin
         torch.testing.assert_close(backend.attend(step, 0, query, scaling=0.3, sinks=sinks), expected)
 
 
+@pytest.mark.parametrize("window", [None, 120, 30])
+@pytest.mark.parametrize("min_run", [1, 25, 45, 1000])
+@pytest.mark.parametrize("min_tails", [1, 2, 4])
+def test_runs_read_in_place_gathered_and_in_one_tail_call_give_the_same(monkeypatch, window, min_run, min_tails):
+    monkeypatch.setattr("kvreuse.engine.attention.cpu.MIN_RUN", min_run)
+    monkeypatch.setattr("kvreuse.engine.attention.cpu.MIN_TAILS", min_tails)
+    pool = _pool(kv_heads=2, group=3, window=window)
+    query = torch.randn(1, 6, 59, 16)
+    results = []
+    for backend in (CPUBackend(), ReferenceBackend()):
+        step = Step(pool, SLICES, backend)
+        results.append(backend.attend(step, 0, query, scaling=0.3, sinks=None))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_different_head_sizes_need_the_reference():
     torch.manual_seed(0)
     pool = _pool(kv_heads=2, group=2, window=None, key_dim=16, value_dim=8)

@@ -1,7 +1,9 @@
 """The engine with a tier below its pool: what was evicted comes back the same, and storage never blocks a step."""
 
+import queue
 import random
 import threading
+import time
 
 import pytest
 
@@ -196,3 +198,36 @@ def test_a_purge_reaches_what_is_on_its_way_to_the_tier(monkeypatch):
         _settle(engine)
         assert host.usage().num_entries == 0
         assert send(engine, prompt, num_new=1).result().facts.cached_tokens == 0
+
+
+def test_a_load_on_its_way_up_does_not_undo_a_purge(monkeypatch):
+    prompt, arrived = _prompt(13, 5 * BLOCK), queue.SimpleQueue()
+    with _engine(num_slots=600) as engine:
+        send(engine, prompt, num_new=1).result()
+        _settle(engine)
+        engine._parts.cache.purge()
+        monkeypatch.setattr(engine._parts.lower, "post", arrived.put)
+        answer = send(engine, prompt, num_new=1)
+        job = arrived.get(timeout=30)
+        engine.purge()
+        engine._inbox.put(job)
+        assert answer.result().facts.cached_tokens == 0
+        assert engine._parts.lower.num_promoted_tokens == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_a_fault_ends_is_replaced(monkeypatch):
+    prompt = _prompt(14, 5 * BLOCK)
+    with _engine(num_slots=600) as engine:
+        stack = engine._parts.lower.stack
+        pack = stack._codec.pack
+        monkeypatch.setattr(stack._codec, "pack", lambda *args: 1 / 0)
+        send(engine, prompt, num_new=1).result()
+        deadline_s = time.monotonic() + 30
+        while stack._queued_bytes and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert stack._queued_bytes == 0
+        monkeypatch.setattr(stack._codec, "pack", pack)
+        send(engine, _prompt(15, 5 * BLOCK), num_new=1).result()
+        _settle(engine)
+        assert stack.usage()["host"].num_entries == 5

@@ -59,3 +59,9 @@ def test_few_numbers_of_rows_are_used_and_little_is_wasted():
     for num_rows, used in enumerate(padded, start=1):
         assert num_rows <= used < 1.18 * num_rows
         assert padded_rows(used) == used
+
+
+def test_a_packed_layer_tells_the_shape_and_type_of_its_weights():
+    model = Tied(torch.float32)
+    pack_linears(model)
+    assert (model.up.weight.shape, model.up.weight.dtype) == ((40, 24), torch.float32)

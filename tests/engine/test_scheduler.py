@@ -230,3 +230,11 @@ def test_similar_prompts_that_share_no_first_block_are_admitted_together():
     order = [name for did in world.run() for name in did]
     assert list(dict.fromkeys(order)) == ["similar0", "similar1", "similar2", "alone"]
     assert world.cache.usage().hit_tokens == 0
+
+
+def test_the_waiting_room_forgets_groups_that_are_empty():
+    world = World()
+    for number in range(20):
+        world.add(str(number), _unique(number, 9))
+    world.run()
+    assert not world.scheduler._waiting._group_sizes

@@ -101,10 +101,12 @@ class Evictor:
         if sum(node.span.length for node in unpinned) < excess:
             return False
         everybodys, self._levels = self._levels, defaultdict(_Level)
-        for node in unpinned:
-            self.offer(node)
-        freed = self.evict(excess)
-        self._levels = everybodys
+        try:
+            for node in unpinned:
+                self.offer(node)
+            freed = self.evict(excess)
+        finally:
+            self._levels = everybodys
         for node in unpinned:
             if node.hashes:
                 self.offer(node)
@@ -151,9 +153,9 @@ class Evictor:
         if cut is None:
             return False
         hashes, tokens, span = cut
+        self._tree.spans.free(span)  # nobody can take it before the structure lock is free
         if self._on_evict is not None and reason is MissReason.EVICTED:
             self._on_evict(hashes, tokens, span.start, node.scope.tenant)
-        self._tree.spans.free(span)
         self._counts[f"num_{reason or 'purged'}_blocks"] += num_blocks
         if reason is not None:
             self._tree.policy.remember(node, hashes, reason)

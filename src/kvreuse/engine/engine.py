@@ -112,8 +112,11 @@ class Engine:
 
     def purge(self, *, tenant: str | None = None) -> int:
         """Drop the cached blocks of one tenant, or all; those in use leave when they are released. Returns blocks."""
-        num_blocks = self._parts.cache.purge(tenant=tenant)
-        return num_blocks + (self._parts.lower.stack.purge(tenant) if self._parts.lower else 0)
+        cache, lower = self._parts.cache, self._parts.lower
+        if lower is None:
+            return cache.purge(tenant=tenant)
+        lower.drop_arriving()
+        return cache.purge(tenant=tenant) + lower.stack.purge(tenant)
 
     def stop(self, *, drain_s: float) -> None:
         """Take no more, give what runs up to `drain_s` to finish, abort the rest, end the thread."""
@@ -190,9 +193,10 @@ class Engine:
 
     def _quarantine(self, sequence: Sequence) -> None:
         """What is stored of this prompt is wrong: drop it, and in the pool all that the same fault may have met."""
-        self._parts.cache.purge(tenant=sequence.request.scope.tenant)
         if self._parts.lower is not None:
+            self._parts.lower.drop_arriving()
             self._parts.lower.stack.forget(sequence.hashes())
+        self._parts.cache.purge(tenant=sequence.request.scope.tenant)
 
     def _abort(self, request_id: str) -> None:
         answers = self._requests.get(request_id)

@@ -37,6 +37,11 @@ class LowerTiers:
         self._codec = codec
         self.post: Callable[[Callable[[], None]], None] = lambda job: job()
         self.num_promoted_tokens = 0
+        self._num_purges = 0
+
+    def drop_arriving(self) -> None:
+        """To be called before a purge of the pool: what is on its way up must not come back into it."""
+        self._num_purges += 1
 
     def snapshot(self) -> dict[str, Any]:
         """Gauges and counters, per tier and of the flow between them."""
@@ -60,9 +65,11 @@ class LowerTiers:
 
     def committed(self, sequence: Sequence, lease: Lease, *, since: int) -> None:
         """Positions [since, lease.num_committed_tokens) are whole blocks in the pool now."""
-        if self.stack.write == "through" and lease.keeps:
+        if self.stack.write == "through":
             size, hashes = self._codec.block_size, sequence.hashes()
             for position in range(since, lease.num_committed_tokens, size):
+                if not lease.keeps:  # purged meanwhile
+                    break
                 tokens = pack_tokens(sequence.token_ids[position : position + size])
                 self._offer(hashes[position // size], tokens, slot=lease.slot(position), tenant=lease.scope.tenant)
 
@@ -96,22 +103,30 @@ class LowerTiers:
             pack_tokens(sequence.token_ids[i * size : (i + 1) * size]) for i in range(first_block, last_block)
         ]
 
+        num_purges = self._num_purges
+
         def arrived(fetched: Fetched) -> None:
             if fetched.blocks:
-                self._install(cache, sequence, first_block, fetched)
+                self._install(cache, sequence, first_block, fetched, num_purges=num_purges)
             on_arrival(sequence)
 
         is_asked = self.stack.fetch(keys, token_bytes, lambda fetched: self.post(lambda: arrived(fetched)))
         return max(compute_ms / 1e3, MIN_PATIENCE_S) if is_asked else None
 
-    def _install(self, cache: PrefixCache, sequence: Sequence, first_block: int, fetched: Fetched) -> None:
-        """Make nodes of blocks that arrived, so that the sequence and others hit them; without room, drop them."""
+    def _install(
+        self, cache: PrefixCache, sequence: Sequence, first_block: int, fetched: Fetched, *, num_purges: int
+    ) -> None:
+        """Make nodes of blocks that arrived, so that the sequence and others hit them. They are dropped when there is
+        no room, or a purge since num_purges; one from now on finds the lease.
+        """
         size = self._codec.block_size
         end = (first_block + len(fetched.blocks)) * size
         with cache.acquire(
             sequence.token_ids, scope=sequence.request.scope, hashes=sequence.hashes(), is_counted=False
         ) as lease:
             begin = lease.num_committed_tokens
+            if num_purges != self._num_purges:
+                return
             if not first_block * size <= begin < end or not cache.reserve(lease, end, num_computed_tokens=begin):
                 return
             for position in range(begin, end, size):

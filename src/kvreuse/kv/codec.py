@@ -53,7 +53,10 @@ class BlockCodec:
     def read(self, pool: KVPool, slot: int) -> Tensor:
         """A copy of slots [slot, slot + block_size) as a raw payload, uint8 (raw_bytes,) on the CPU."""
         gpus = [device for device in pool.layout.devices if device.type == "cuda"]
-        payload = torch.empty(self.raw_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+        try:
+            payload = torch.empty(self.raw_bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+        except RuntimeError:  # no more memory can be pinned: slower, but nothing is lost
+            payload = torch.empty(self.raw_bytes, dtype=torch.uint8)
         for slots, values in self._pairs(pool, slot, payload):
             values.copy_(slots, non_blocking=True)
         for gpu in gpus:  # once for all layers

@@ -121,7 +121,8 @@ class _Routes:
         """SageMaker forwards no request here, and nobody else on the network may."""
         if request.client is None or request.client.host not in _LOOPBACK:
             raise RequestError("this route answers to the machine itself only", status=403)
-        return JSONResponse({"purged_blocks": self._process.able_service().purge(request.headers)})
+        purge = self._process.able_service().purge
+        return JSONResponse({"purged_blocks": await asyncio.to_thread(purge, request.headers)})
 
     async def invocations(self, request: Request, request_id: str) -> Response:
         toolkit = self._process.able_toolkit()

@@ -105,9 +105,9 @@ class WarmUp:
         ttl_s = kept.template.ttl_s
         if kept.warmed_s and ttl_s is not None and time.monotonic() - kept.warmed_s > ttl_s:
             kept.state = State.EXPIRED
-            if kept.pin is not None:
-                self._engine.pins.unpin(kept.pin)
-                kept.pin = None
+            pin, kept.pin = kept.pin, None  # the status page asks on another thread
+            if pin is not None:
+                self._engine.pins.unpin(pin)
         elif kept.state is State.WARM and self._num_resident(kept) < kept.num_warm_tokens:
             kept.state = State.COLD
         return kept.state

@@ -188,3 +188,18 @@ def test_a_template_manifest_is_read_from_s3(bucket):
 def test_a_manifest_that_is_not_there_is_one_sentence(bucket):
     with pytest.raises(ConfigError, match=f"cannot read s3://{BUCKET}/none.yaml"):
         fetch_text(f"s3://{BUCKET}/none.yaml")
+
+
+def test_what_a_purge_could_not_delete_is_not_served(bucket, open_s3, clock, monkeypatch):
+    tier, block = open_s3(clock=clock), make_block(0, tenant="a")
+    put_all(tier, [block])
+
+    def refuse(key):
+        raise OSError("no route")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tier, "_delete", refuse)
+        tier.purge("a")
+    clock.now_s += 60  # it rests no more
+    assert load(tier, block) is None
+    assert [item.key for item in bucket.objects.all()] == [key_of(block)]

@@ -8,8 +8,8 @@ sequences are gathered into one padded call: its copy costs less than a call for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # Tails up to so many tokens are read in one call, from so many tails on.
 MAX_TAIL, MIN_TAILS = 192, 4
+# A run of at least so many slots is read where it is, by a call of its own; to copy it would cost more.
+MIN_RUN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,10 @@ def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> _Plan:
     key = (window, dtype)
     if key not in step.prepared:
         plan = step.plan(window)
-        tails = [call for call in plan.first if _is_tail(call)]
-        calls = list(plan.more) + [call for call in plan.first if len(tails) < MIN_TAILS or not _is_tail(call)]
+        calls = [piece for call in plan.more for piece in _pieces(call)]
+        own = [piece for call in plan.first for piece in _pieces(call)]
+        tails = [piece for piece in own if _is_tail(piece)]
+        calls += [piece for piece in own if len(tails) < MIN_TAILS or not _is_tail(piece)]
         covered: set[int] = set()
         prepared = []
         for call in calls:
@@ -145,6 +149,19 @@ def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> _Plan:
         step.prepared[key] = tuple(prepared), _gathered(tails, dtype) if len(tails) >= MIN_TAILS else None
     plan_of_layer: _Plan = step.prepared[key]
     return plan_of_layer
+
+
+def _pieces(call: Call) -> Iterator[Call]:
+    """The long runs of a call without a mask, each by itself, and the short ones together."""
+    if call.is_causal or call.window is not None:
+        yield call
+        return
+    short = tuple(run for run in call.runs if run[1] < MIN_RUN)
+    for run in call.runs:
+        if run[1] >= MIN_RUN:
+            yield replace(call, runs=(run,))
+    if short:
+        yield replace(call, runs=short)
 
 
 def _is_tail(call: Call) -> bool:

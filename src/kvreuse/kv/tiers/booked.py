@@ -128,9 +128,10 @@ class BookedTier(StorageTier):
     def _load(self, key: bytes, token_bytes: bytes) -> Block | None:
         with self._lock:
             is_known = key in self._entries
+            is_hidden = key in self._hidden  # purged, though its storage did not take the order yet
             if is_known:
                 self._entries.move_to_end(key)
-        if not (is_known or self.is_shared):
+        if is_hidden or not (is_known or self.is_shared):
             self._count(num_misses=1)
             return None
         return super()._load(key, token_bytes)

@@ -158,20 +158,24 @@ class TierStack:
     # -- on the workers ---------------------------------------------------------------------------
 
     def _put(self, block: Block) -> None:
-        if id(block) in self._queued:
-            payload, encoding = self._codec.pack(block.payload, self._encoding)
-            packed = replace(block, payload=payload, encoding=encoding)
-            if self.write == "through":
-                for tier in self._tiers:
-                    tier.put(packed)
-            else:
-                self._demote(packed, level=0)
-        with self._lock:
-            is_purged = self._queued.pop(id(block), None) is None
-        if is_purged:  # perhaps while it was stored
-            self._discard([block.key])
-        with self._lock:
-            self._queued_bytes -= block.num_bytes
+        try:
+            if id(block) in self._queued:
+                payload, encoding = self._codec.pack(block.payload, self._encoding)
+                self._store(replace(block, payload=payload, encoding=encoding))
+            with self._lock:
+                is_purged = self._queued.pop(id(block), None) is None
+            if is_purged:  # perhaps while it was stored
+                self._discard([block.key])
+        finally:
+            with self._lock:
+                self._queued_bytes -= block.num_bytes
+
+    def _store(self, block: Block) -> None:
+        if self.write == "through":
+            for tier in self._tiers:
+                tier.put(block)
+        else:
+            self._demote(block, level=0)
 
     def _demote(self, block: Block, *, level: int) -> None:
         for lower, tier in enumerate(self._tiers[level:], level + 1):
@@ -217,5 +221,12 @@ class TierStack:
 
 
 def _work_off(jobs: Jobs) -> None:
+    """Do the jobs until there is a None. A job that fails ends this thread, and another goes on with the rest."""
     while (job := jobs.get()) is not None:
-        job()
+        is_done = False
+        try:
+            job()
+            is_done = True
+        finally:
+            if not is_done:
+                threading.Thread(target=_work_off, args=(jobs,), name="kvreuse-tiers", daemon=True).start()
