@@ -138,15 +138,16 @@ def _prepare(step: Step, window: int | None, dtype: torch.dtype) -> _Plan:
         plan = step.plan(window)
         calls = [piece for call in plan.more for piece in _pieces(call)]
         own = [piece for call in plan.first for piece in _pieces(call)]
-        tails = [piece for piece in own if _is_tail(piece)]
-        calls += [piece for piece in own if len(tails) < MIN_TAILS or not _is_tail(piece)]
+        tail_of = {piece.first_row: piece for piece in own if _is_tail(piece)}  # one for a row
+        tails = list(tail_of.values()) if len(tail_of) >= MIN_TAILS else []
+        calls += [piece for piece in own if not tails or tail_of.get(piece.first_row) is not piece]
         covered: set[int] = set()
         prepared = []
         for call in calls:
             rows = range(call.first_row, call.first_row + call.num_rows)
             prepared.append(_prepared(call, dtype, is_first=covered.isdisjoint(rows)))
             covered.update(rows)
-        step.prepared[key] = tuple(prepared), _gathered(tails, dtype) if len(tails) >= MIN_TAILS else None
+        step.prepared[key] = tuple(prepared), _gathered(tails, dtype) if tails else None
     plan_of_layer: _Plan = step.prepared[key]
     return plan_of_layer
 
