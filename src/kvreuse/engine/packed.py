@@ -6,14 +6,10 @@ operators. Knows nothing of the model around the layers.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch import Tensor, nn
 
 __all__ = ["pack_linears", "padded_rows"]
-
-log = logging.getLogger("kvreuse.engine")
 
 # The kernels lay weights out for a number of rows; that for a decode batch is good for prefill too.
 ROWS = 32

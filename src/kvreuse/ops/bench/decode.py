@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreuse.config import Config, set_thread_defaults
@@ -41,9 +40,15 @@ def measure(args: argparse.Namespace) -> Report:
     set_thread_defaults()
     from kvreuse.engine.parts import build  # torch takes seconds; flags are checked before
 
-    backend = args.attention_backend
-    config = Config(model_id=args.model, dtype=args.dtype, device=args.device, attention_backend=backend)
-    parts = build(replace(config, num_threads=args.threads))
+    parts = build(
+        Config(
+            model_id=args.model,
+            dtype=args.dtype,
+            device=args.device,
+            attention_backend=args.attention_backend,
+            num_threads=args.threads,
+        )
+    )
     prefix = [7 + i * 7919 % (parts.vocab_size - 7) for i in range(args.prefix_tokens)]
     _prefill(parts, prefix)
     batches = {True: _sequences(parts, prefix, args, is_shared=True), False: _sequences(parts, prefix, args)}

@@ -6,9 +6,9 @@ Knows argparse. Knows nothing of any measurement.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-__all__ = ["at_least", "many"]
+__all__ = ["add_numbers", "at_least", "many"]
 
 _MAX_NUMBER = 1_000_000
 
@@ -22,6 +22,12 @@ def at_least(low: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_numbers(parser: argparse.ArgumentParser, numbers: Iterable[tuple[str, int, int, str]]) -> None:
+    """A flag for each (name, default, lowest, help)."""
+    for name, default, low, text in numbers:
+        parser.add_argument(f"--{name}", type=at_least(low), default=default, metavar="N", help=text)
 
 
 def many(one: Callable[[str], int]) -> Callable[[str], list[int]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.load import Ask, BusyError, Client, LoadError, Reply
-from kvreuse.ops.bench.numbers import at_least, many
+from kvreuse.ops.bench.numbers import add_numbers, at_least, many
 from kvreuse.ops.bench.plot import line_chart
 from kvreuse.ops.bench.progress import Progress
 from kvreuse.ops.bench.report import Report, environment
@@ -76,8 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("max-new-tokens", 16, 1, "tokens of each answer"),
         ("seed", 0, 0, "the same seed gives the same prompts"),
     )
-    for name, default, low, text in numbers:
-        parser.add_argument(f"--{name}", type=at_least(low), default=default, metavar="N", help=text)
+    add_numbers(parser, numbers)
     parser.add_argument("--no-stream", action="store_true", help="ask for answers in one piece")
     parser.add_argument("--model", default="demo", help="model to serve: demo, a folder or a hub id")
     parser.add_argument("--dtype", default="float32", help="type of weights and KV of the served model")

@@ -9,13 +9,13 @@ import argparse
 import secrets
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.figures import Burst, Leg, Outcome, Settings, report_of
 from kvreuse.ops.bench.load import Ask, Client, Reply
+from kvreuse.ops.bench.numbers import add_numbers
 from kvreuse.ops.bench.progress import Progress
 from kvreuse.ops.bench.report import Report
 from kvreuse.ops.bench.server import serving
@@ -25,7 +25,6 @@ __all__ = ["add_flags", "measure"]
 
 _HITS_PER_TEMPLATE = 4
 _REQUEST_TIMEOUT_S = 600
-_MAX_NUMBER = 1_000_000
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("max-new-tokens", 16, 1, "tokens of each answer"),
         ("seed", 0, 0, "the same seed gives the same prompts"),
     )
-    for name, default, low, text in numbers:
-        parser.add_argument(f"--{name}", type=_integer(low), default=default, metavar="N", help=text)
+    add_numbers(parser, numbers)
     parser.add_argument("--model", default="demo", help="model to serve: demo, a folder or a hub id")
     parser.add_argument("--dtype", default="float32", help="type of weights and KV of the served model")
     parser.add_argument("--url", help="measure this running server and start none")
@@ -156,12 +154,3 @@ class _Run:
 def _num_templates(settings: Settings) -> int:
     """0 is that of the burst, the others are measured one request at a time: enough for a median."""
     return max(4, settings.templates)
-
-
-def _integer(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= _MAX_NUMBER:
-            raise argparse.ArgumentTypeError(f"{text} is not an integer from {low} to {_MAX_NUMBER}")
-        return int(text)
-
-    return parse
