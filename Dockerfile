@@ -3,12 +3,18 @@
 
 FROM public.ecr.aws/docker/library/python:3.11-slim-bookworm@sha256:0a310eeecf4e1f5a0743f9a6520c90c88d089c903ca5fd283f501e3a805f5f89 AS base
 
-# Bytecode is made here, because where it runs the file system may be read-only. It is checked against no file times, so
-# that the same files come of the same sources.
+# Bytecode and the CPU's kernels are made here, because where they run there is no compiler and the file system may be
+# read-only. Bytecode is checked against no file times, so that the same files come of the same sources.
 FROM base AS code
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY src/kvreuse /opt/kvreuse/kvreuse
 COPY LICENSE container/serve container/inference.py /opt/kvreuse/
-RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/kvreuse
+WORKDIR /opt/kvreuse/kvreuse/engine/native
+RUN python3 build.py . \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /opt/kvreuse
 
 FROM base
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \

@@ -18,7 +18,7 @@ def test_the_cache_folder_follows_the_xdg_rule(tmp_path: Path) -> None:
 
 
 def test_idle_openmp_threads_sleep_unless_the_user_wants_otherwise() -> None:
-    code = "import kvreuse.config as c; c.set_thread_defaults(); import torch"
+    code = "import kvreuse.config as c; c.set_torch_defaults(); import torch"
     for wish, shown in ({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"):
         env = {"OMP_DISPLAY_ENV": "TRUE", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), **wish}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

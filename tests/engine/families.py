@@ -22,6 +22,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _WINDOW = 11  # shorter than most prompts of the tests
+_WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 96}  # heads of 32: layers can be fused on a CPU
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -60,6 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "llama_wide": _WIDE | {"attention_bias": True, "mlp_bias": True},
+    "mistral_wide": _WIDE | {"sliding_window": _WINDOW},
+    "qwen2_wide": _WIDE,
     "llama_mqa": {"num_key_value_heads": 1},
     "llama_mha": {"num_key_value_heads": 4},
 }
@@ -67,7 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_model(family: str, *, attn_implementation: str) -> PreTrainedModel:
     """The family's model with fixed random weights, float32, in eval mode."""
-    config = AutoConfig.for_model(family.removesuffix("_mqa").removesuffix("_mha"), **{**_COMMON, **FAMILIES[family]})
+    name = family.removesuffix("_wide").removesuffix("_mqa").removesuffix("_mha")
+    config = AutoConfig.for_model(name, **{**_COMMON, **FAMILIES[family]})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=torch.float32)
     with torch.no_grad():

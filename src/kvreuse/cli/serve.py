@@ -10,7 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
-from kvreuse.config import FLAG_NAMES, OPTIONS, Config, load_config, set_thread_defaults
+from kvreuse.config import FLAG_NAMES, OPTIONS, Config, load_config, set_torch_defaults
 
 __all__ = ["add_parser", "run"]
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     flags = {key.removeprefix(_DEST): value for key, value in vars(args).items() if key.startswith(_DEST)}
     config = load_config(flags, properties_path=args.properties)
     _set_up_logging(config)
-    set_thread_defaults()
+    set_torch_defaults()
     from kvreuse.server import lifecycle
 
     return lifecycle.main(config)

@@ -15,7 +15,7 @@ from kvreuse.config.options import DEFAULT_MODEL_DIR, OPTIONS, Config
 from kvreuse.config.properties import parse_properties
 from kvreuse.errors import ConfigError
 
-__all__ = ["load_config", "set_thread_defaults", "user_cache_dir"]
+__all__ = ["load_config", "set_torch_defaults", "user_cache_dir"]
 
 _DEFAULT_PROPERTIES = Path(DEFAULT_MODEL_DIR, "serving.properties")
 _Given = dict[str, tuple[str, str]]  # option -> (text, where it was set)
@@ -88,9 +88,11 @@ def user_cache_dir(env: Mapping[str, str] | None = None) -> Path:
     return Path(base) / "kvreuse" if base else Path.home() / ".cache" / "kvreuse"
 
 
-def set_thread_defaults() -> None:
-    """Make idle OpenMP threads sleep. Must run before torch is loaded; what the user has set stays.
+def set_torch_defaults() -> None:
+    """Make idle OpenMP threads sleep and large tensors lie in large pages. What the user has set stays.
 
-    Spinning threads take the cores from each other on a busy machine: a token then takes 10 to 50 times longer.
+    Spinning threads take the cores from each other on a busy machine: a token then takes 10 to 50 times longer. With
+    small pages a step on the CPU takes 1 to 6 % longer. Must run before torch is loaded.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -44,7 +44,7 @@ class Config:
         "Type of weights and KV; auto is the checkpoint's on a GPU and float32 on a CPU")
     device: str = option("auto", choice("auto", "cpu", "cuda"), "Where the model runs; auto is cuda if present")
     num_threads: int | None = option(None, integer(1, 1024), "CPU threads of one forward; auto fits the machine")
-    attention_backend: str = option("auto", choice("auto", "reference", "cpu", "cuda", "cuda-gather"),
+    attention_backend: str = option("auto", choice("auto", "reference", "cpu", "cpu-torch", "cuda", "cuda-gather"),
         "How attention is computed; auto is the fastest that fits model and device")
     max_model_len: int | None = option(None, integer(2, _MAX_TOKENS),
         "Longest prompt plus answer; auto is the model's own limit", unit="tokens")

@@ -5,6 +5,7 @@ Knows checkpoints, devices and what the attention backends can do. Knows nothing
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvreuse.config import Config
 from kvreuse.engine.demo_model import demo_model_path, quiet_transformers
+from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.tokenizer import Tokenizer
 from kvreuse.errors import ConfigError
+from kvreuse.kv.layout import KVLayout
 
 __all__ = ["LoadedModel", "check_supported", "configure_threads", "load_model"]
 
@@ -47,6 +50,11 @@ class LoadedModel:
     max_model_len: int
     name: str
     source: str
+
+    @functools.cached_property
+    def layout(self) -> KVLayout:
+        """The KV of its layers, read off a short forward before the first engine changes them. Raises ConfigError."""
+        return probe_layout(self.model)
 
 
 def load_model(config: Config, *, device: torch.device, attn_implementation: str) -> LoadedModel:

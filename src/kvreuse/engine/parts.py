@@ -11,24 +11,21 @@ import torch
 from kvreuse.cache.store import PrefixCache
 from kvreuse.config import Config
 from kvreuse.config.guards import doubts
-from kvreuse.engine.attention.cpu import CPUBackend
-from kvreuse.engine.attention.cuda import CUDABackend
-from kvreuse.engine.attention.reference import ReferenceBackend
-from kvreuse.engine.attention.self_test import choose_cuda
+from kvreuse.engine.attention.choose import choose_backend
 from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.devices import log_gpus
+from kvreuse.engine.fused import fuse_layers
 from kvreuse.engine.grammar import Grammars
 from kvreuse.engine.loader import LoadedModel, configure_threads, load_model
 from kvreuse.engine.lower_tiers import LowerTiers
 from kvreuse.engine.packed import pack_linears, padded_rows
-from kvreuse.engine.probe import probe_layout
 from kvreuse.engine.runner import Runner
 from kvreuse.engine.scheduler import Scheduler, SchedulerLimits
 from kvreuse.engine.tokenizer import Tokenizer
 from kvreuse.engine.waiting import GroupRules
 from kvreuse.errors import ConfigError
 from kvreuse.kv.codec import QUANTISED, BlockCodec
-from kvreuse.kv.layout import KVLayout, free_bytes, num_slots_for
+from kvreuse.kv.layout import free_bytes, num_slots_for
 from kvreuse.kv.pool import KVPool
 from kvreuse.kv.tiers.open import open_tiers
 from kvreuse.kv.tiers.stack import TierStack
@@ -86,8 +83,10 @@ def build(config: Config) -> EngineParts:
 
 def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     """The parts around a model that was loaded with the engine's attention."""
+    layout = loaded.layout.stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
+    backend = choose_backend(config.attention_backend, layout)
+    fuse_layers(loaded.model)
     is_packed = pack_linears(loaded.model)
-    layout = probe_layout(loaded.model).stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
     num_slots = num_slots_for(
         layout,
         memory_ratio=config.kv_cache_memory_ratio,
@@ -96,7 +95,6 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     )
     pool = KVPool(layout, num_slots=num_slots)
     lower = _lower_tiers(loaded, config, pool)
-    backend = _backend(config.attention_backend, layout)
     cache = _cache(config, pool, lower)
     num_devices = len(layout.devices)
     concurrency = config.concurrency(num_devices=num_devices)
@@ -175,21 +173,3 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-def _backend(name: str, layout: KVLayout) -> CPUBackend | CUDABackend | ReferenceBackend:
-    """The one that was asked for, or for auto the fastest that fits. Raises ConfigError when it does not fit."""
-    if name == "reference":
-        return ReferenceBackend()
-    kinds = {device.type for device in layout.devices}
-    found: CPUBackend | CUDABackend | str = f"the model is on {' and '.join(sorted(kinds))}"
-    if kinds == {"cuda"} and name in ("auto", "cuda", "cuda-gather"):
-        found = choose_cuda(layout, is_gathering=name == "cuda-gather")
-    elif kinds == {"cpu"} and name in ("auto", "cpu"):
-        found = CPUBackend() if CPUBackend.can_do(layout) else "its kernel takes keys and values of one head size"
-    if not isinstance(found, str):
-        return found
-    if name != "auto":
-        raise ConfigError(f"option.attention_backend is {name}, but {found}\nhint: reference can do every model")
-    log.warning("attention is computed by the reference, which is slow: %s", found)
-    return ReferenceBackend()

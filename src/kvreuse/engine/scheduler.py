@@ -112,8 +112,16 @@ class Scheduler:
         budget = self._limits.max_batch_tokens
         for sequence in [s for s, until_s in self._loading.items() if until_s <= self._clock()]:
             self._stop_loading(sequence)
-        for sequence in sorted(self._running, key=lambda s: s.num_uncomputed_tokens != 1):
+        decoding = [s for s in self._running if s.num_uncomputed_tokens == 1]
+        prefilling = [s for s in self._running if s.num_uncomputed_tokens != 1]
+        for sequence in decoding:
             if budget and sequence in self._running and self._make_room(sequence, failed):
+                budget -= self._schedule(sequence, batch, budget)
+        if prefilling:
+            # Who needs little does not wait for who needs much: up to half of a step.
+            budget -= self._admit(batch, budget // 2, failed, is_short=True)
+        for sequence in prefilling:
+            if budget and sequence in self._running:
                 budget -= self._schedule(sequence, batch, budget)
         self._admit(batch, budget, failed)
         return batch, failed
@@ -181,21 +189,33 @@ class Scheduler:
 
     # -- admission --------------------------------------------------------------------------------
 
-    def _admit(self, batch: list[Scheduled], budget: int, failed: list[tuple[Sequence, OverloadedError]]) -> None:
-        if not budget or len(self._running) >= self._limits.max_batch_size:
-            return
+    def _admit(
+        self,
+        batch: list[Scheduled],
+        budget: int,
+        failed: list[tuple[Sequence, OverloadedError]],
+        *,
+        is_short: bool = False,
+    ) -> int:
+        """Start who waits; returns how many of `budget` tokens are spent. is_short: only who needs no more than that."""
+        left = budget
+        if not left or len(self._running) >= self._limits.max_batch_size:
+            return 0
         for sequence in self._waiting.candidates(self._num_resident):
-            if not budget or len(self._running) >= self._limits.max_batch_size:
-                return
+            if not left or len(self._running) >= self._limits.max_batch_size:
+                break
+            if is_short and len(sequence.token_ids) - self._num_resident(sequence) > left:
+                continue
             if sequence.request.reuse and self._waits(sequence):
                 self._waiting.remove(sequence)
                 continue
             if not self._start(sequence):
                 if not self._running:
                     failed.append(self._give_up(sequence))
-                return
+                break
             self._waiting.admit(sequence)
-            budget -= self._schedule(sequence, batch, budget)
+            left -= self._schedule(sequence, batch, left)
+        return budget - left
 
     def _num_resident(self, sequence: Sequence) -> int:
         if not sequence.request.reuse:

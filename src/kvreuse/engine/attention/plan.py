@@ -20,8 +20,6 @@ Run = tuple[int, int]  # (first slot, length)
 
 # A shared call pays only when it spares more than its own overhead; below this each sequence reads for itself.
 MIN_SHARED_SAVING = 48
-# A longer chunk attends to itself in pieces: what lies below the diagonal needs no mask and runs twice as fast.
-MAX_CAUSAL_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +89,6 @@ def plan_window(slices: Sequence[StepSlice], window: int | None) -> WindowPlan:
     more: list[Call] = []
     whole: list[tuple[StepSlice, int]] = []  # slices without a mask, with the first position they see
     masked: dict[int, Call] = {}
-    slices = [part for piece in slices for part in _parts(piece)]
     for piece in slices:
         if window is None or piece.num_tokens <= window:
             whole.append((piece, 0))
@@ -108,19 +105,6 @@ def plan_window(slices: Sequence[StepSlice], window: int | None) -> WindowPlan:
         first.append(own)
         more.extend(context)
     return WindowPlan(tuple(first), tuple(more))
-
-
-def _parts(piece: StepSlice) -> Iterator[StepSlice]:
-    """The same rows in pieces of at most MAX_CAUSAL_ROWS, each with those before it as context."""
-    for start in range(0, piece.num_rows, MAX_CAUSAL_ROWS):
-        num_rows = min(MAX_CAUSAL_ROWS, piece.num_rows - start)
-        num_context = piece.num_context + start
-        yield StepSlice(
-            first_row=piece.first_row + start,
-            num_rows=num_rows,
-            num_context=num_context,
-            runs=piece.runs if num_rows == piece.num_rows else cut(piece.runs, 0, num_context + num_rows),
-        )
 
 
 def _masked_call(piece: StepSlice, window: int) -> Call:

@@ -1,4 +1,4 @@
-"""Which CUDA backend a start may use: what the kernel takes, and a trial of it against the reference.
+"""A trial of a backend against the reference, and which CUDA backend passes it.
 
 Knows layouts and a made-up step. Knows nothing of models or options.
 """
@@ -20,7 +20,7 @@ from kvreuse.errors import ConfigError
 from kvreuse.kv.layout import KVLayout, LayerSpec
 from kvreuse.kv.pool import KVPool
 
-__all__ = ["choose_cuda", "refusal"]
+__all__ = ["choose_cuda", "fault", "refusal"]
 
 log = logging.getLogger("kvreuse.engine")
 
@@ -70,14 +70,14 @@ def choose_cuda(
         return reason
     kernel = kernel or varlen_kernel()
     for backend in (CUDABackend(kernel), CUDABackend(kernel, is_gathering=True))[is_gathering:]:
-        reason = _fault(backend, layout)
+        reason = fault(backend, layout)
         if reason is None:
             return backend
         log.warning("attention %s failed its trial and is not used: %s", backend.name, reason)
     return f"the trial failed: {reason}"
 
 
-def _fault(backend: CUDABackend, layout: KVLayout) -> str | None:
+def fault(backend: Backend, layout: KVLayout) -> str | None:
     """What the first layer that goes wrong does, each kind of layer once with and once without a short window."""
     specs = [replace(spec, window=window) for spec in layout.layers for window in {None, spec.window and _WINDOW}]
     try:
@@ -101,7 +101,7 @@ def _sentence(error: Exception) -> str:
 
 
 @torch.inference_mode()
-def _difference(backend: CUDABackend, spec: LayerSpec) -> float:
+def _difference(backend: Backend, spec: LayerSpec) -> float:
     """The largest difference from the reference, relative for values above 1. NaN when unwritten slots are read."""
     random = torch.Generator(spec.device).manual_seed(0)
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from kvreuse.engine.attention.plan import StepSlice, WindowPlan, plan_window
 from kvreuse.kv.pool import KVPool
 
-__all__ = ["NAME", "Backend", "Step", "register", "running"]
+__all__ = ["NAME", "Backend", "Step", "current_step", "register", "running"]
 
 NAME = "kvreuse"
 
@@ -67,6 +67,8 @@ class Step:
 class Backend(Protocol):
     """Attention of the rows of a step over the slabs, exact for every window and with sinks."""
 
+    name: str
+
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:
         """query (1, query_heads, T, head_dim) -> output (1, T, query_heads, value_head_dim)."""
 
@@ -92,12 +94,17 @@ def running(step: Any) -> Iterator[None]:
         _current.step = None
 
 
+def current_step() -> Any:
+    """The step whose forward runs in this thread."""
+    return _current.step
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     index = module.layer_idx
     assert isinstance(index, int)
-    return _current.step.layer(index, (query, key, value), {**kwargs, "mask": mask[0] if mask else None}), None
+    return current_step().layer(index, (query, key, value), {**kwargs, "mask": mask[0] if mask else None}), None
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from kvreuse.config import Config, set_thread_defaults
+from kvreuse.config import Config, set_torch_defaults
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.numbers import at_least
 from kvreuse.ops.bench.report import Report, as_table, environment, ratio
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Report:
     """Median time of a step, shared and unshared; both must choose the same tokens. Raises ConfigError."""
-    set_thread_defaults()
+    set_torch_defaults()
     from kvreuse.engine.parts import build  # torch takes seconds; flags are checked before
 
     parts = build(

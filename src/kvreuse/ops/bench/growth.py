@@ -16,7 +16,7 @@ from math import log
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
-from kvreuse.config import Config, set_thread_defaults
+from kvreuse.config import Config, set_torch_defaults
 from kvreuse.errors import ConfigError
 from kvreuse.ops.bench.decode import make_items, step
 from kvreuse.ops.bench.numbers import at_least
@@ -51,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Report:
     """Median step at every point of every axis. A fault: one grows faster than its axis. Raises ConfigError."""
-    set_thread_defaults()
+    set_torch_defaults()
     from kvreuse.engine.parts import build  # torch takes seconds; flags are checked before
 
     parts = build(Config(model_id=args.model, dtype=args.dtype, device=args.device, num_threads=args.threads))

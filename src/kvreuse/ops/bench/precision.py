@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvreuse.config import Config, set_thread_defaults
+from kvreuse.config import Config, set_torch_defaults
 from kvreuse.ops.bench.decode import make_items, scheduled
 from kvreuse.ops.bench.numbers import at_least
 from kvreuse.ops.bench.report import Report, environment
@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> Report:
     """Top-1 agreement, largest logit difference and bytes of every form, against exact KV. Raises ConfigError."""
-    set_thread_defaults()
+    set_torch_defaults()
     from kvreuse.engine.parts import build
     from kvreuse.kv.codec import ENCODINGS, BlockCodec
 
