@@ -197,7 +197,7 @@ class Scheduler:
         *,
         is_short: bool = False,
     ) -> int:
-        """Start who waits; returns how many of `budget` tokens are spent. is_short: only who needs no more than that."""
+        """Start who waits; returns how many of `budget` tokens are spent. is_short: only who needs no more than it."""
         left = budget
         if not left or len(self._running) >= self._limits.max_batch_size:
             return 0

@@ -15,7 +15,8 @@ constexpr int KEYS = 64;          // in a block
 constexpr int GROUPS = KEYS / W;  // vectors of keys in a block
 constexpr int TILE = 6;           // queries at a time
 constexpr int MAX_HEAD_DIM = 256;
-constexpr float LOG2E = 1.44269504f;  // weights are powers of 2
+constexpr float LOG2E = 1.44269504f;
+constexpr float SLACK = 8;
 
 // Rows [first_row, first_row + num_rows) over the slots of runs [first_run, first_run + num_runs), taken as one list:
 // row i sees its positions (last + i - window, last + i], as far as there are any.
@@ -34,14 +35,15 @@ struct Job {
   const Call *calls;
   const Run *runs;
   const float *sinks;  // one for each query head, or null
-  int64_t num_calls, q_stride, out_stride, head_stride, num_kv_heads, group, head_dim;
+  int64_t num_calls, num_runs, q_stride, out_stride, head_stride, num_kv_heads, group, head_dim;
   float scaling;
 };
 
 // Of some rows and the query heads of one KV head, so far: weighted sums of values, largest scores, sums of weights.
 struct State {
   int64_t first_row;
-  float *out, *top, *sum;
+  float *out, *top;
+  vf *sum;  // its lanes are still to be added
 };
 
 // A block of keys and values, as lanes.
@@ -60,8 +62,6 @@ struct Block {
 
   void read(const T *key, const T *value, int num) {
     num_keys = num;
-    next_key = reinterpret_cast<const char *>(key + num * dim);
-    next_value = reinterpret_cast<const char *>(value + num * dim);
     for (int first = 0; first < num; first += W)
       for (int lane = 0; lane < num_lanes(); lane += W) {
         vi rows[W];
@@ -85,9 +85,11 @@ struct Block {
     }
   }
 
-  // While so many tiles are computed on this block, the next one comes into the second-level cache.
-  void fetch_next(bool is_there, int64_t tiles) {
-    const int64_t lines = is_there ? KEYS * dim * sizeof(T) / 64 : 0, chances = tiles * num_lanes();
+  // While so many tiles are computed on this block, `num` keys and values from there on, which are read next, come into
+  // the second-level cache.
+  void fetch(const T *key, const T *value, int64_t num, int64_t tiles) {
+    next_key = reinterpret_cast<const char *>(key), next_value = reinterpret_cast<const char *>(value);
+    const int64_t lines = num * dim * sizeof(T) / 64, chances = tiles * num_lanes();
     num_lines = (lines + chances - 1) / chances;
   }
 };
@@ -140,8 +142,9 @@ struct Tile {
       for (int c = 0; c < C; c++) store(out[i] + column + c * W, sum[i][c]);
   }
 
-  // Scores of query i, which sees keys [low, high), become weights.
-  inline void weigh(int i, const Block<E> &block, float scale, int low, int high, float &top, float &sum) {
+  // Scores of query i, which sees keys [low, high), become weights: powers of 2, relative to `top`. That follows the
+  // largest score only when it is far behind: weights up to 2^SLACK do no harm, and sums then stay as they are.
+  inline void weigh(int i, const Block<E> &block, float scale, int low, int high, float &top, vf &sum) {
     const int groups = (block.num_keys + W - 1) / W;
     keep[i] = 1.0f;
     if (low >= high) {
@@ -150,23 +153,23 @@ struct Tile {
     }
     vf largest = vf{} - INFINITY;
     for (int g = 0; g < groups; g++) {
-      scores[i][g] *= scale;
       if (g * W < low || (g + 1) * W > high) {
         const vi key = lanes_from(g * W);
         scores[i][g] = choose((key >= low) & (key < high), scores[i][g], vf{} - INFINITY);
       }
       largest = larger(largest, scores[i][g]);
     }
-    const float before = top;
-    top = std::max(before, highest(largest));
-    vf total = {};
+    if (is_any_above(largest * scale, top + SLACK)) {
+      const float before = top;
+      top = highest(largest) * scale;
+      keep[i] = exp2_(vf{} + (before - top))[0];
+      sum *= keep[i];
+    }
     for (int g = 0; g < groups; g++) {
-      const vf weight = exp2_(scores[i][g] - top);
-      total += weight;
+      const vf weight = exp2_(scores[i][g] * scale - top);
+      sum += weight;
       E::narrow(weights[i] + g * W, weight);
     }
-    keep[i] = exp2_(vf{} + (before - top))[0];
-    sum = sum * keep[i] + added(total);
   }
 
   // Queries first, first + 1, ... of the state; `position` is that of the block's first key among the call's.
@@ -196,6 +199,10 @@ struct Tile {
 template <class E>
 static void attend_call(const Job &job, const Call &call, int head, int64_t first_row, int64_t end_row, Block<E> &block,
                         const State &state) {
+  typedef typename E::T T;
+  const T *keys = static_cast<const T *>(job.keys) + head * job.head_stride;
+  const T *values = static_cast<const T *>(job.values) + head * job.head_stride;
+  const Run *last_run = job.runs + job.num_runs - 1;
   int64_t start = 0, stop = 0;
   for (const Run *run = job.runs + call.first_run; run < job.runs + call.first_run + call.num_runs; run++)
     for (int64_t at = 0; at < run->length; at += KEYS, start = stop) {
@@ -204,12 +211,14 @@ static void attend_call(const Job &job, const Call &call, int head, int64_t firs
       const int64_t from = std::max(first_row, call.first_row + start - call.last);
       const int64_t to = std::min(end_row, call.first_row + stop - 1 - call.last + call.window);
       if (from >= to) continue;
-      const int64_t offset = head * job.head_stride + (run->slot + at) * job.head_dim;
       const int64_t end = (to - state.first_row) * job.group;
       int64_t i = (from - state.first_row) * job.group;
-      block.read(static_cast<const typename E::T *>(job.keys) + offset,
-                 static_cast<const typename E::T *>(job.values) + offset, stop - start);
-      block.fetch_next(at + KEYS < run->length, (end - i + TILE - 1) / TILE);
+      const int64_t here = (run->slot + at) * job.head_dim;
+      block.read(keys + here, values + here, stop - start);
+      const bool is_last = at + KEYS >= run->length;
+      const Run next = is_last ? run[run < last_run] : Run{run->slot + at + KEYS, run->length - at - KEYS};
+      block.fetch(keys + next.slot * job.head_dim, values + next.slot * job.head_dim,
+                  std::min<int64_t>(KEYS, next.length), (end - i + TILE - 1) / TILE);
       for (; i + TILE <= end; i += TILE) Tile<E, TILE>().run(job, call, head, i, start, block, state);
       if (end - i == 5) Tile<E, 5>().run(job, call, head, i, start, block, state);
       if (end - i == 4) Tile<E, 4>().run(job, call, head, i, start, block, state);
@@ -223,22 +232,21 @@ static void attend_call(const Job &job, const Call &call, int head, int64_t firs
 template <class E>
 static void attend_rows(const Job &job, int head, int64_t first_row, int64_t end_row) {
   const int64_t dim = job.head_dim, num = (end_row - first_row) * job.group;
-  std::vector<float> out(num * dim), top(num, -INFINITY), sum(num);
+  std::vector<float> out(num * dim), top(num, -INFINITY);
+  std::vector<vf> sums(num);
   std::unique_ptr<Block<E>> block(new Block<E>);
   block->dim = dim;
-  const State state = {first_row, out.data(), top.data(), sum.data()};
+  const State state = {first_row, out.data(), top.data(), sums.data()};
   for (const Call *call = job.calls; call < job.calls + job.num_calls; call++) {
     const int64_t from = std::max(first_row, call->first_row), to = std::min(end_row, call->first_row + call->num_rows);
     if (from < to) attend_call(job, *call, head, from, to, *block, state);
   }
   for (int64_t i = 0; i < num; i++) {
     const int64_t row = first_row + i / job.group, query_head = head * job.group + i % job.group;
-    if (job.sinks) {
-      // A sink is one more key whose value is zero.
-      sum[i] += std::exp2(job.sinks[query_head] * LOG2E - top[i]);
-    }
+    // A sink is one more key whose value is zero.
+    const float sum = added(sums[i]) + (job.sinks ? std::exp2(job.sinks[query_head] * LOG2E - top[i]) : 0.0f);
     typename E::T *to = static_cast<typename E::T *>(job.out) + row * job.out_stride + query_head * dim;
-    for (int c = 0; c < dim; c += W) E::narrow(to + c, load<vf>(&out[i * dim + c]) / sum[i]);
+    for (int c = 0; c < dim; c += W) E::narrow(to + c, load<vf>(&out[i * dim + c]) / sum);
   }
 }
 

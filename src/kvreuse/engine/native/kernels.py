@@ -20,7 +20,7 @@ __all__ = ["Kernels", "load_kernels"]
 
 _MAX_HEAD_DIM = 256
 _POINTERS = ("query", "keys", "values", "out", "calls", "runs", "sinks")
-_NUMBERS = ("num_calls", "query_stride", "out_stride", "head_stride", "num_kv_heads", "group", "head_dim")
+_NUMBERS = ("num_calls", "num_runs", "query_stride", "out_stride", "head_stride", "num_kv_heads", "group", "head_dim")
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -77,7 +77,7 @@ class Kernels:
         job = _Job(
             *(tensor.data_ptr() for tensor in (query, keys, values, out, calls, runs)),
             None if sinks is None else sinks.data_ptr(),
-            *(len(calls), query.stride(0), out.stride(0), keys.stride(1), num_kv_heads),
+            *(len(calls), len(runs), query.stride(0), out.stride(0), keys.stride(1), num_kv_heads),
             *(out.shape[1] // (num_kv_heads * head_dim), head_dim, scaling),
         )
         num_threads = torch.get_num_threads()

@@ -7,11 +7,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 #if defined(__AVX512F__)
+#include <immintrin.h>
+
 constexpr int W = 16;
 #else
 constexpr int W = 8;
@@ -43,7 +41,13 @@ static inline vi in_register(vi v) {
 }
 
 static inline vf choose(vi which, vf yes, vf no) { return (vf)(((vi)yes & which) | ((vi)no & ~which)); }
-static inline vf larger(vf a, vf b) { return choose(a > b, a, b); }
+static inline vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
 
 static inline vi lanes_from(int first) {
   vi v;
@@ -61,10 +65,18 @@ static inline float highest(vf v) {
   return v[0];
 }
 
-// 2 to the power x, to the last bit or two; 0 below 2^-126. x is at most 127.
+static inline bool is_any_above(vf v, float limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_NLE_UQ);
+#else
+  return highest(v) > limit;
+#endif
+}
+
+// 2 to the power x, to the last bit or two; no less than 2^-126. x is at most 127.
 static inline vf exp2_(vf x) {
   const float whole = 12582912.0f;  // adding it leaves no room for a fraction
-  const vi is_tiny = x < -126.0f;
+  x = larger(x, vf{} - 126.0f);
   const vf shifted = x + whole, f = x - (shifted - whole);
   vf p = f * 1.535336188e-4f + 1.339887440e-3f;
   p = p * f + 9.618437357e-3f;
@@ -72,7 +84,7 @@ static inline vf exp2_(vf x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472028e-1f;
   p = p * f + 1.0f;
-  return (vf)(((vi)p + ((vi)shifted << 23)) & ~is_tiny);
+  return (vf)((vi)p + ((vi)shifted << 23));
 }
 
 // The square of W x W lanes in `rows`, turned.
@@ -111,9 +123,13 @@ struct BFloat16 {
 
   static inline vf widen(const T *from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
   static inline void narrow(T *to, vf v) {
+#if defined(__AVX512BF16__)
+    store(to, (vh)_mm512_cvtneps_pbh((__m512)v));
+#else
     const vu bits = (vu)v, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const vi is_number = v == v;
     store(to, __builtin_convertvector((rounded & (vu)is_number) | (0x7fc0 & ~(vu)is_number), vh));
+#endif
   }
   static inline vf multiply_add(vf sum, uint32_t a, vi b) {
 #if defined(__AVX512BF16__)
