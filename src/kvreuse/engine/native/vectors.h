@@ -76,7 +76,7 @@ static inline bool is_any_above(vf v, float limit) {
 // 2 to the power x, to the last bit or two; no less than 2^-126. x is at most 127.
 static inline vf exp2_(vf x) {
   const float whole = 12582912.0f;  // adding it leaves no room for a fraction
-  x = larger(x, vf{} - 126.0f);
+  x = larger(vf{} - 126.0f, x);  // in this order: what is no number stays so
   const vf shifted = x + whole, f = x - (shifted - whole);
   vf p = f * 1.535336188e-4f + 1.339887440e-3f;
   p = p * f + 9.618437357e-3f;
