@@ -1,7 +1,9 @@
-"""The CPU backend equals the oracle on random shapes, windows and sinks, in float32."""
+"""The oracle, and the CPU backend without kernels, equal the written-out softmax for every window, with sinks."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.plan import StepSlice
@@ -9,6 +11,7 @@ from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import Step
 from kvreuse.kv.layout import KVLayout, LayerSpec
 from kvreuse.kv.pool import KVPool
+from tests.engine.test_attention_plan import steps
 
 NUM_SLOTS = 700
 # Two decode rows and a prefill chunk on one shared run; a fragmented decode; a first chunk; a decode with nothing else.
@@ -23,21 +26,23 @@ SLICES = (
 )
 
 
-def _pool(*, kv_heads, group, window, key_dim=16, value_dim=16):
+def _pool(
+    *, kv_heads, group, window, key_dim=16, value_dim=16, dtype=torch.float32, slices=SLICES, num_slots=NUM_SLOTS
+):
     spec = LayerSpec(
         num_kv_heads=kv_heads,
         key_head_dim=key_dim,
         value_head_dim=value_dim,
         num_query_heads=kv_heads * group,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         window=window,
     )
-    pool = KVPool(KVLayout((spec,)), num_slots=NUM_SLOTS)
+    pool = KVPool(KVLayout((spec,)), num_slots=num_slots)
     # Slots that nobody owns hold NaN: touching one shows.
     pool.keys[0].fill_(float("nan"))
     pool.values[0].fill_(float("nan"))
-    for piece in SLICES:
+    for piece in slices:
         for start, length in piece.runs:
             pool.keys[0][start : start + length].normal_()
             pool.values[0][start : start + length].normal_()
@@ -76,26 +81,37 @@ def test_backends_equal_the_written_out_softmax(window, kv_heads, group, has_sin
         torch.testing.assert_close(backend.attend(step, 0, query, scaling=0.3, sinks=sinks), expected)
 
 
-@pytest.mark.parametrize("window", [None, 120, 30])
-@pytest.mark.parametrize("min_run", [1, 25, 45, 1000])
-@pytest.mark.parametrize("min_tails", [1, 2, 4])
-def test_runs_read_in_place_gathered_and_in_one_tail_call_give_the_same(monkeypatch, window, min_run, min_tails):
-    monkeypatch.setattr("kvreuse.engine.attention.cpu.MIN_RUN", min_run)
-    monkeypatch.setattr("kvreuse.engine.attention.cpu.MIN_TAILS", min_tails)
-    pool = _pool(kv_heads=2, group=3, window=window)
-    query = torch.randn(1, 6, 59, 16)
-    results = []
-    for backend in (CPUBackend(), ReferenceBackend()):
-        step = Step(pool, SLICES, backend)
-        results.append(backend.attend(step, 0, query, scaling=0.3, sinks=None))
+@given(slices=steps(), window=st.sampled_from([None, 1, 7, 33]))
+def test_they_agree_however_sequences_share(slices, window):
+    torch.manual_seed(0)
+    num_slots = max(start + length for piece in slices for start, length in piece.runs)
+    pool = _pool(kv_heads=2, group=3, window=window, slices=slices, num_slots=num_slots)
+    query = torch.randn(1, 6, sum(piece.num_rows for piece in slices), 16)
+    results = [
+        backend.attend(Step(pool, slices, backend), 0, query, scaling=0.3, sinks=None)
+        for backend in (CPUBackend(), ReferenceBackend())
+    ]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_a_long_chunk_behind_a_long_context_is_exact():
+    torch.manual_seed(0)
+    chunk = StepSlice(first_row=0, num_rows=300, num_context=170, runs=((0, 100), (110, 370)))
+    for window in (None, 130):
+        pool = _pool(kv_heads=2, group=3, window=window, slices=[chunk])
+        query = torch.randn(1, 6, 300, 16)
+        results = [
+            backend.attend(Step(pool, [chunk], backend), 0, query, scaling=0.3, sinks=None)
+            for backend in (CPUBackend(), ReferenceBackend())
+        ]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_different_head_sizes_need_the_reference():
     torch.manual_seed(0)
     pool = _pool(kv_heads=2, group=2, window=None, key_dim=16, value_dim=8)
     query = torch.randn(1, 4, 59, 16)
-    assert not CPUBackend.can_do(pool.layout)
+    assert CPUBackend.for_layout(pool.layout) == "its kernel takes keys and values of one head size"
     backend = ReferenceBackend()
     out = backend.attend(Step(pool, SLICES, backend), 0, query, scaling=0.3, sinks=None)
     torch.testing.assert_close(out, _plain(pool, query, None, None))

@@ -285,9 +285,3 @@ def test_what_the_kernel_cannot_do_is_said_before_it_is_tried(changes, capabilit
 def test_asking_for_it_on_a_cpu_is_refused(name):
     with pytest.raises(ConfigError, match=f"option.attention_backend is {name}, but the model is on cpu"):
         assemble(tiny("llama"), Config(attention_backend=name, kv_cache_memory_bytes=2**24))
-
-
-def test_auto_says_why_the_reference_runs(caplog):
-    caplog.set_level(logging.WARNING)
-    assemble(tiny("deepseek_v3"), Config(kv_cache_memory_bytes=2**24))
-    assert "attention is computed by the reference, which is slow: its kernel takes keys and values" in caplog.text
