@@ -16,7 +16,7 @@ constexpr int GROUPS = KEYS / W;  // vectors of keys in a block
 constexpr int TILE = 6;           // queries at a time
 constexpr int MAX_HEAD_DIM = 256;
 constexpr float LOG2E = 1.44269504f;
-constexpr float SLACK = 8;
+constexpr float SLACK = 8;  // how far, as a power of 2, a score may be above what weights are relative to
 
 // Rows [first_row, first_row + num_rows) over the slots of runs [first_run, first_run + num_runs), taken as one list:
 // row i sees its positions (last + i - window, last + i], as far as there are any.
@@ -31,10 +31,10 @@ struct Run {
 // One layer of one step. Strides in elements: between rows of q and of out, between the KV heads of the slabs.
 struct Job {
   const void *q, *keys, *values;
-  void *out;
-  const Call *calls;
-  const Run *runs;
-  const float *sinks;  // one for each query head, or null
+  void* out;
+  const Call* calls;
+  const Run* runs;
+  const float* sinks;  // one for each query head, or null
   int64_t num_calls, num_runs, q_stride, out_stride, head_stride, num_kv_heads, group, head_dim;
   float scaling;
 };
@@ -43,7 +43,7 @@ struct Job {
 struct State {
   int64_t first_row;
   float *out, *top;
-  vf *sum;  // its lanes are still to be added
+  vf* sum;  // its lanes are still to be added
 };
 
 // A block of keys and values, as lanes.
@@ -52,7 +52,7 @@ struct Block {
   typedef typename E::T T;
   alignas(64) vi keys[MAX_HEAD_DIM / E::PER_LANE][GROUPS];
   alignas(64) vi pairs[E::PER_LANE == 1 ? 1 : KEYS / 2][MAX_HEAD_DIM / W];
-  const uint32_t *values;  // of a step: one key, or two
+  const uint32_t* values;  // of a step: one key, or two
   int64_t stride;
   int num_keys, dim;
   mutable const char *next_key, *next_value;  // of the block behind this one
@@ -60,7 +60,7 @@ struct Block {
 
   int num_lanes() const { return dim / E::PER_LANE; }
 
-  void read(const T *key, const T *value, int num) {
+  void read(const T* key, const T* value, int num) {
     num_keys = num;
     for (int first = 0; first < num; first += W)
       for (int lane = 0; lane < num_lanes(); lane += W) {
@@ -71,24 +71,24 @@ struct Block {
         for (int i = 0; i < W; i++) keys[lane + i][first / W] = rows[i];
       }
     if (E::PER_LANE == 1) {
-      values = reinterpret_cast<const uint32_t *>(value);
+      values = reinterpret_cast<const uint32_t*>(value);
       stride = dim;
     } else {
       for (int at = 0; at < num; at += 2)
         for (int i = 0; i < dim; i += W) {
-          const T *low = value + at * dim + i;
+          const T* low = value + at * dim + i;
           const vu high = at + 1 < num ? (vu)E::widen(low + dim) : vu{};
           pairs[at / 2][i / W] = (vi)(high | ((vu)E::widen(low) >> 16));
         }
-      values = reinterpret_cast<const uint32_t *>(pairs);
+      values = reinterpret_cast<const uint32_t*>(pairs);
       stride = MAX_HEAD_DIM;
     }
   }
 
   // While so many tiles are computed on this block, `num` keys and values from there on, which are read next, come into
   // the second-level cache.
-  void fetch(const T *key, const T *value, int64_t num, int64_t tiles) {
-    next_key = reinterpret_cast<const char *>(key), next_value = reinterpret_cast<const char *>(value);
+  void fetch(const T* key, const T* value, int64_t num, int64_t tiles) {
+    next_key = reinterpret_cast<const char*>(key), next_value = reinterpret_cast<const char*>(value);
     const int64_t lines = num * dim * sizeof(T) / 64, chances = tiles * num_lanes();
     num_lines = (lines + chances - 1) / chances;
   }
@@ -98,13 +98,13 @@ struct Block {
 template <class E, int N>
 struct Tile {
   typedef typename E::T T;
-  const T *q[N];
+  const T* q[N];
   float *out[N], keep[N];
   vf scores[N][GROUPS];
   alignas(64) T weights[N][KEYS];
 
   template <int G>
-  inline void score(const Block<E> &block, int group) {
+  inline void score(const Block<E>& block, int group) {
     vf sum[N][G] = {};
     const char *next_key = block.next_key, *next_value = block.next_value;
     for (int lane = 0; lane < block.num_lanes(); lane++) {
@@ -125,11 +125,11 @@ struct Tile {
   }
 
   template <int C>
-  inline void add_values(const Block<E> &block, int column) {
+  inline void add_values(const Block<E>& block, int column) {
     vf sum[N][C];
     for (int i = 0; i < N; i++)
       for (int c = 0; c < C; c++) sum[i][c] = load<vf>(out[i] + column + c * W) * keep[i];
-    const uint32_t *row = block.values + column;
+    const uint32_t* row = block.values + column;
     for (int at = 0; at < block.num_keys; at += E::PER_LANE, row += block.stride) {
       vi value[C];
       for (int c = 0; c < C; c++) value[c] = in_register(load<vi>(row + c * W));
@@ -144,7 +144,7 @@ struct Tile {
 
   // Scores of query i, which sees keys [low, high), become weights: powers of 2, relative to `top`. That follows the
   // largest score only when it is far behind: weights up to 2^SLACK do no harm, and sums then stay as they are.
-  inline void weigh(int i, const Block<E> &block, float scale, int low, int high, float &top, vf &sum) {
+  inline void weigh(int i, const Block<E>& block, float scale, int low, int high, float& top, vf& sum) {
     const int groups = (block.num_keys + W - 1) / W;
     keep[i] = 1.0f;
     if (low >= high) {
@@ -173,11 +173,12 @@ struct Tile {
   }
 
   // Queries first, first + 1, ... of the state; `position` is that of the block's first key among the call's.
-  void run(const Job &job, const Call &call, int head, int first, int64_t position, const Block<E> &block, const State &state) {
+  void run(const Job& job, const Call& call, int head, int first, int64_t position, const Block<E>& block,
+           const State& state) {
     const int dim = job.head_dim, groups = (block.num_keys + W - 1) / W;
     for (int i = 0; i < N; i++) {
       const int64_t row = state.first_row + (first + i) / job.group, member = (first + i) % job.group;
-      q[i] = static_cast<const T *>(job.q) + row * job.q_stride + (head * job.group + member) * dim;
+      q[i] = static_cast<const T*>(job.q) + row * job.q_stride + (head * job.group + member) * dim;
       out[i] = state.out + int64_t(first + i) * dim;
     }
     int group = 0;
@@ -197,14 +198,14 @@ struct Tile {
 
 // Rows [first_row, end_row) of one call.
 template <class E>
-static void attend_call(const Job &job, const Call &call, int head, int64_t first_row, int64_t end_row, Block<E> &block,
-                        const State &state) {
+static void attend_call(const Job& job, const Call& call, int head, int64_t first_row, int64_t end_row, Block<E>& block,
+                        const State& state) {
   typedef typename E::T T;
-  const T *keys = static_cast<const T *>(job.keys) + head * job.head_stride;
-  const T *values = static_cast<const T *>(job.values) + head * job.head_stride;
-  const Run *last_run = job.runs + job.num_runs - 1;
+  const T* keys = static_cast<const T*>(job.keys) + head * job.head_stride;
+  const T* values = static_cast<const T*>(job.values) + head * job.head_stride;
+  const Run* last_run = job.runs + job.num_runs - 1;
   int64_t start = 0, stop = 0;
-  for (const Run *run = job.runs + call.first_run; run < job.runs + call.first_run + call.num_runs; run++)
+  for (const Run* run = job.runs + call.first_run; run < job.runs + call.first_run + call.num_runs; run++)
     for (int64_t at = 0; at < run->length; at += KEYS, start = stop) {
       stop = start + std::min<int64_t>(KEYS, run->length - at);
       // Those that see something of positions [start, stop).
@@ -230,14 +231,14 @@ static void attend_call(const Job &job, const Call &call, int head, int64_t firs
 
 // All calls of rows [first_row, end_row), for one KV head.
 template <class E>
-static void attend_rows(const Job &job, int head, int64_t first_row, int64_t end_row) {
+static void attend_rows(const Job& job, int head, int64_t first_row, int64_t end_row) {
   const int64_t dim = job.head_dim, num = (end_row - first_row) * job.group;
   std::vector<float> out(num * dim), top(num, -INFINITY);
   std::vector<vf> sums(num);
   std::unique_ptr<Block<E>> block(new Block<E>);
   block->dim = dim;
   const State state = {first_row, out.data(), top.data(), sums.data()};
-  for (const Call *call = job.calls; call < job.calls + job.num_calls; call++) {
+  for (const Call* call = job.calls; call < job.calls + job.num_calls; call++) {
     const int64_t from = std::max(first_row, call->first_row), to = std::min(end_row, call->first_row + call->num_rows);
     if (from < to) attend_call(job, *call, head, from, to, *block, state);
   }
@@ -245,14 +246,14 @@ static void attend_rows(const Job &job, int head, int64_t first_row, int64_t end
     const int64_t row = first_row + i / job.group, query_head = head * job.group + i % job.group;
     // A sink is one more key whose value is zero.
     const float sum = added(sums[i]) + (job.sinks ? std::exp2(job.sinks[query_head] * LOG2E - top[i]) : 0.0f);
-    typename E::T *to = static_cast<typename E::T *>(job.out) + row * job.out_stride + query_head * dim;
+    typename E::T* to = static_cast<typename E::T*>(job.out) + row * job.out_stride + query_head * dim;
     for (int c = 0; c < dim; c += W) E::narrow(to + c, load<vf>(&out[i * dim + c]) / sum);
   }
 }
 
-// rows are cut in `parts` where they have about the same work; parts of all KV heads are spread over the threads.
+// Rows are cut in `parts` of the same size; those of all KV heads are spread over the threads.
 template <class E>
-static void attend(const Job &job, int64_t num_rows, int64_t parts) {
+static void attend(const Job& job, int64_t num_rows, int64_t parts) {
 #pragma omp parallel for collapse(2) schedule(dynamic) if (parts > 1 || job.num_kv_heads > 1)
   for (int64_t part = 0; part < parts; part++)
     for (int64_t head = 0; head < job.num_kv_heads; head++)

@@ -21,14 +21,14 @@ typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 template <class V, class T>
-static inline V load(const T *from) {
+static inline V load(const T* from) {
   V v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
 template <class V, class T>
-static inline void store(T *to, V v) {
+static inline void store(T* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
@@ -76,7 +76,7 @@ static inline bool is_any_above(vf v, float limit) {
 // 2 to the power x, to the last bit or two; no less than 2^-126. x is at most 127.
 static inline vf exp2_(vf x) {
   const float whole = 12582912.0f;  // adding it leaves no room for a fraction
-  x = larger(vf{} - 126.0f, x);  // in this order: what is no number stays so
+  x = larger(vf{} - 126.0f, x);     // in this order: what is no number stays so
   const vf shifted = x + whole, f = x - (shifted - whole);
   vf p = f * 1.535336188e-4f + 1.339887440e-3f;
   p = p * f + 9.618437357e-3f;
@@ -88,7 +88,7 @@ static inline vf exp2_(vf x) {
 }
 
 // The square of W x W lanes in `rows`, turned.
-static inline void turn(vi *rows) {
+static inline void turn(vi* rows) {
 #pragma GCC unroll 4
   for (int size = 1; size < W; size *= 2) {
     const vi lane = lanes_from(0), is_high = (lane & size) != 0;
@@ -108,8 +108,8 @@ struct Float {
   typedef float T;
   static constexpr int PER_LANE = 1;
 
-  static inline vf widen(const T *from) { return load<vf>(from); }
-  static inline void narrow(T *to, vf v) { store(to, v); }
+  static inline vf widen(const T* from) { return load<vf>(from); }
+  static inline void narrow(T* to, vf v) { store(to, v); }
   static inline vf multiply_add(vf sum, uint32_t a, vi b) {
     float scalar;
     std::memcpy(&scalar, &a, sizeof a);
@@ -121,8 +121,8 @@ struct BFloat16 {
   typedef uint16_t T;
   static constexpr int PER_LANE = 2;
 
-  static inline vf widen(const T *from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
-  static inline void narrow(T *to, vf v) {
+  static inline vf widen(const T* from) { return (vf)(__builtin_convertvector(load<vh>(from), vu) << 16); }
+  static inline void narrow(T* to, vf v) {
 #if defined(__AVX512BF16__)
     store(to, (vh)_mm512_cvtneps_pbh((__m512)v));
 #else
