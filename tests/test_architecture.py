@@ -43,7 +43,7 @@ TOOLKIT_HOOKS = {"transform_fn"}  # called by position, with the context last
 HEART = ("cache", "kv", "engine", "api", "server")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 50, 4
 # Just above today's size: docs/decisions/0001-size.md. The aim is 4,000 and 9,000.
-MAX_HEART_LINES, MAX_SRC_LINES = 7050, 12600
+MAX_HEART_LINES, MAX_SRC_LINES = 7720, 13280
 
 Checker = Callable[[str, ast.Module], Iterator[str]]
 
@@ -166,6 +166,11 @@ def modules() -> dict[str, str]:
     return {path.relative_to(SRC).as_posix(): path.read_text(encoding="utf-8") for path in sorted(SRC.rglob("*.py"))}
 
 
+def kernels() -> dict[str, str]:
+    paths = [*SRC.rglob("*.cpp"), *SRC.rglob("*.h")]
+    return {path.relative_to(SRC).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+
+
 def num_code_lines(source: str) -> int:
     """Lines that hold code: no blank ones, no comments, no docstrings (docs/decisions/0001-size.md)."""
     docstrings: set[int] = set()
@@ -183,7 +188,9 @@ def num_code_lines(source: str) -> int:
 
 
 def num_lines(*, under: tuple[str, ...]) -> int:
-    return sum(num_code_lines(source) for path, source in modules().items() if path.startswith(under))
+    num_python = sum(num_code_lines(source) for path, source in modules().items() if path.startswith(under))
+    lines = [line.strip() for path, source in kernels().items() if path.startswith(under) for line in source.split("\n")]
+    return num_python + sum(bool(line) and not line.startswith("//") for line in lines)
 
 
 def run_python(code: str) -> str:
@@ -203,7 +210,7 @@ def test_the_rule_catches_an_offender(checker: Checker, path: str, source: str) 
 
 
 def test_no_file_is_long() -> None:
-    lengths = {path: len(source.splitlines()) for path, source in modules().items()}
+    lengths = {path: len(source.splitlines()) for path, source in {**modules(), **kernels()}.items()}
     assert {path: length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
 
 
