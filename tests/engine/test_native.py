@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -122,6 +122,7 @@ def test_runs_of_any_length_fill_blocks(kernels, length, dtype):
     _compare(kernels, slices, dtype=dtype)
 
 
+@settings(deadline=None, max_examples=30)
 @given(slices=steps(), window=st.sampled_from([None, 1, 7, 33]), dtype=st.sampled_from(DTYPES))
 def test_attention_equals_the_reference_however_sequences_share(kernels, slices, window, dtype):
     torch.manual_seed(0)
@@ -185,6 +186,7 @@ def test_a_query_that_is_no_number_spoils_no_other(kernels, bad):
     expected = backend.attend(Step(pool, oracle.SLICES, backend), 0, query, scaling=0.3, sinks=None)
     query[0, 2, 5] = bad
     out = backend.attend(Step(pool, oracle.SLICES, backend), 0, query, scaling=0.3, sinks=None)
+    assert not out[0, 5, 2].isfinite().any()
     out[0, 5, 2] = expected[0, 5, 2]
     assert torch.equal(out, expected)
 
