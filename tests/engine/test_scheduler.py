@@ -79,6 +79,31 @@ def test_decode_comes_before_prefill_and_prefill_is_cut_to_the_budget():
     assert world.step() == {"a": 1, "b": 1}
 
 
+def test_a_short_suffix_does_not_wait_for_a_long_prefill_and_its_step_is_a_short_one():
+    world = World(max_batch_tokens=16)
+    world.add("template", _unique(0, 12))
+    world.run()
+    world.add("long", _unique(1, 40))
+    assert world.step() == {"long": 16}
+    world.add("hit", [*_unique(0, 12), 7, 7, 7])
+    world.add("other", _unique(2, 9))
+    assert world.step() == {"hit": 3, "long": 5}
+    assert world.step() == {"hit": 1, "long": 15}
+
+
+def test_short_suffixes_leave_a_quarter_of_a_step_to_a_long_prefill():
+    world = World(max_batch_size=8, max_batch_tokens=16)
+    world.add("template", _unique(0, 12))
+    world.run()
+    world.add("long", _unique(1, 40))
+    assert world.step() == {"long": 16}
+    for i in range(4):
+        world.add(f"hit {i}", [*_unique(0, 12), 7 + i, 7, 7, 7], num_new=1)
+    assert world.step() == {"hit 0": 4, "hit 1": 4, "long": 4}
+    assert world.step() == {"hit 2": 4, "hit 3": 4, "long": 4}
+    assert world.step() == {"long": 16}
+
+
 def test_a_step_never_exceeds_its_limits():
     world = World(max_batch_size=3, max_batch_tokens=7)
     for seed in range(12):

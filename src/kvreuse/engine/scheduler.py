@@ -118,10 +118,11 @@ class Scheduler:
             if budget and sequence in self._running and self._make_room(sequence, failed):
                 budget -= self._schedule(sequence, batch, budget)
         if prefilling:
-            # Who needs little does not wait for who needs much, and the step that serves him is a short one.
+            # Who needs little does not wait for who needs much, and the step that serves him is a short one; who needs
+            # much still gets a quarter of it.
             half = budget // 2
             num_tokens = self._admit(batch, half, failed, is_short=True)
-            budget = half - num_tokens if num_tokens else budget
+            budget = max(half - num_tokens, half // 2) if num_tokens else budget
         for sequence in prefilling:
             if budget and sequence in self._running:
                 budget -= self._schedule(sequence, batch, budget)
