@@ -189,7 +189,9 @@ def num_code_lines(source: str) -> int:
 
 def num_lines(*, under: tuple[str, ...]) -> int:
     num_python = sum(num_code_lines(source) for path, source in modules().items() if path.startswith(under))
-    lines = [line.strip() for path, source in kernels().items() if path.startswith(under) for line in source.split("\n")]
+    lines = [
+        line.strip() for path, source in kernels().items() if path.startswith(under) for line in source.split("\n")
+    ]
     return num_python + sum(bool(line) and not line.startswith("//") for line in lines)
 
 

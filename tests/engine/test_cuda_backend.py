@@ -145,7 +145,7 @@ def test_own_slots_in_pieces_keep_their_mask(backend):
     assert _agrees(backend, [chunk], window=5)
 
 
-def test_a_chunk_longer_than_a_piece_of_the_plan_is_exact(backend):
+def test_a_long_chunk_with_context_is_exact(backend):
     chunk = StepSlice(first_row=0, num_rows=300, num_context=70, runs=((50, 370),))
     assert _agrees(backend, [chunk])
     assert _agrees(backend, [chunk], window=130)

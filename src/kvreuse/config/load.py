@@ -83,9 +83,17 @@ def _from_flags(flags: Mapping[str, str]) -> _Given:
 
 
 def user_cache_dir(env: Mapping[str, str] | None = None) -> Path:
-    """Where files that can be made again are kept: $XDG_CACHE_HOME/kvreuse or ~/.cache/kvreuse. Not created."""
+    """Where files that can be made again are kept: $XDG_CACHE_HOME/kvreuse or ~/.cache/kvreuse. Not created.
+
+    Raises ConfigError for a user without a home.
+    """
     base = (os.environ if env is None else env).get("XDG_CACHE_HOME")
-    return Path(base) / "kvreuse" if base else Path.home() / ".cache" / "kvreuse"
+    if base:
+        return Path(base) / "kvreuse"
+    try:
+        return Path.home() / ".cache" / "kvreuse"
+    except RuntimeError as error:
+        raise ConfigError("the user has no home folder\nhint: set XDG_CACHE_HOME") from error
 
 
 def set_torch_defaults() -> None:

@@ -75,7 +75,7 @@ def fuse_layers(model: nn.Module) -> int:
     num_fused = 0
     for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for i, layer in enumerate(layers):
-            if type(layer).__name__ in _FAMILY and _is_as_known(layer):
+            if _is_as_known(layer):
                 kernels = load_kernels()
                 if isinstance(kernels, Kernels) and _can_fuse(layer, kernels):
                     layers[i] = FusedLayer(layer, kernels)
@@ -85,6 +85,9 @@ def fuse_layers(model: nn.Module) -> int:
 
 def _is_as_known(layer: Any) -> bool:
     """Whether the layer is what the family's code makes: not quantised, no adapters, no other activation."""
+    kind = type(layer)
+    if kind.__name__ not in _FAMILY or not kind.__module__.startswith("transformers.models."):
+        return False  # code that comes with a checkpoint may use the same names
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     places = {(parameter.device.type, parameter.dtype) for parameter in layer.parameters()}
     return (

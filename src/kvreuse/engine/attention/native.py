@@ -40,7 +40,7 @@ class NativeBackend:
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:
         """query (1, query_heads, T, head_dim) -> output (1, T, query_heads, head_dim)."""
         _, num_heads, num_rows, head_dim = query.shape
-        rows = query.to(step.pool.layout.layers[layer].dtype).transpose(1, 2).reshape(num_rows, -1)
+        rows = query.to(step.pool.layout.layers[layer].dtype).transpose(1, 2).reshape(num_rows, -1).contiguous()
         out = torch.empty_like(rows)
         self.attend_rows(step, layer, rows, out=out, scaling=scaling, sinks=sinks)
         return out.to(query.dtype).view(1, num_rows, num_heads, head_dim)

@@ -63,7 +63,8 @@ struct Block {
   void read(const T* key, const T* value, int num) {
     num_keys = num;
     for (int first = 0; first < num; first += W)
-      for (int lane = 0; lane < num_lanes(); lane += W) {
+      for (int next = 0; next < num_lanes(); next += W) {
+        const int lane = std::min(next, num_lanes() - W);  // nothing behind the last slot is read
         vi rows[W];
         for (int i = 0; i < W; i++)
           rows[i] = first + i < num ? load<vi>(key + (first + i) * dim + lane * E::PER_LANE) : vi{};
@@ -173,7 +174,7 @@ struct Tile {
   }
 
   // Queries first, first + 1, ... of the state; `position` is that of the block's first key among the call's.
-  void run(const Job& job, const Call& call, int head, int first, int64_t position, const Block<E>& block,
+  void run(int first, const Job& job, const Call& call, int head, int64_t position, const Block<E>& block,
            const State& state) {
     const int dim = job.head_dim, groups = (block.num_keys + W - 1) / W;
     for (int i = 0; i < N; i++) {
@@ -196,6 +197,16 @@ struct Tile {
   }
 };
 
+// Queries [i, end), as many at a time as there are.
+template <class E, int N, class... Rest>
+static void run_tiles(int64_t i, int64_t end, const Rest&... rest) {
+  for (; i + N <= end; i += N) {
+    Tile<E, N> tile;
+    tile.run(i, rest...);
+  }
+  if constexpr (N > 1) run_tiles<E, N - 1>(i, end, rest...);
+}
+
 // Rows [first_row, end_row) of one call.
 template <class E>
 static void attend_call(const Job& job, const Call& call, int head, int64_t first_row, int64_t end_row, Block<E>& block,
@@ -213,19 +224,14 @@ static void attend_call(const Job& job, const Call& call, int head, int64_t firs
       const int64_t to = std::min(end_row, call.first_row + stop - 1 - call.last + call.window);
       if (from >= to) continue;
       const int64_t end = (to - state.first_row) * job.group;
-      int64_t i = (from - state.first_row) * job.group;
+      const int64_t i = (from - state.first_row) * job.group;
       const int64_t here = (run->slot + at) * job.head_dim;
       block.read(keys + here, values + here, stop - start);
       const bool is_last = at + KEYS >= run->length;
       const Run next = is_last ? run[run < last_run] : Run{run->slot + at + KEYS, run->length - at - KEYS};
       block.fetch(keys + next.slot * job.head_dim, values + next.slot * job.head_dim,
                   std::min<int64_t>(KEYS, next.length), (end - i + TILE - 1) / TILE);
-      for (; i + TILE <= end; i += TILE) Tile<E, TILE>().run(job, call, head, i, start, block, state);
-      if (end - i == 5) Tile<E, 5>().run(job, call, head, i, start, block, state);
-      if (end - i == 4) Tile<E, 4>().run(job, call, head, i, start, block, state);
-      if (end - i == 3) Tile<E, 3>().run(job, call, head, i, start, block, state);
-      if (end - i == 2) Tile<E, 2>().run(job, call, head, i, start, block, state);
-      if (end - i == 1) Tile<E, 1>().run(job, call, head, i, start, block, state);
+      run_tiles<E, TILE>(i, end, job, call, head, start, block, state);
     }
 }
 

@@ -42,7 +42,7 @@ def compile_variant(variant: str, folder: Path) -> str | None:
     OpenMP is not linked: whoever loads the library has torch's loaded, so that both share their threads. Several
     processes may do it at once.
     """
-    compiler = shutil.which("c++") or shutil.which("g++")
+    compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return "there is no C++ compiler"
     try:
@@ -54,7 +54,7 @@ def compile_variant(variant: str, folder: Path) -> str | None:
                 [compiler, *flags, "-c", str(_HERE / "kernels.cpp"), "-o", str(compiled)],
                 [compiler, "-shared", str(compiled), "-o", str(linked)],
             ):
-                subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+                subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=120)
             linked.rename(folder / library_name(variant))
     except subprocess.CalledProcessError as error:
         return f"{compiler} failed: {(error.stderr.strip() or str(error)).splitlines()[0]}"

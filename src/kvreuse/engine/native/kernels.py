@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvreuse.config import user_cache_dir
 from kvreuse.engine.native.build import compile_variant, library_name
+from kvreuse.errors import ConfigError
 
 __all__ = ["Kernels", "load_kernels"]
 
@@ -48,7 +49,8 @@ class Kernels:
 
     def can_attend(self, head_dim: int, dtype: torch.dtype) -> bool:
         """Whether `attend` takes heads of this size."""
-        return dtype in (torch.float32, torch.bfloat16) and head_dim % self._width == 0 and head_dim <= _MAX_HEAD_DIM
+        fills_vectors = head_dim % self._width == 0 and head_dim * dtype.itemsize >= 4 * self._width
+        return dtype in (torch.float32, torch.bfloat16) and fills_vectors and head_dim <= _MAX_HEAD_DIM
 
     def can_fuse(self, size: int, head_dim: int) -> bool:
         """Whether the other functions take rows of this size and heads of that."""
@@ -119,15 +121,16 @@ def load_kernels() -> Kernels | str:
     """The kernels for this processor, compiled if nobody did it before, or in a sentence why there are none."""
     variant = _variant()
     name = library_name(variant)
-    shipped, own = Path(__file__).parent / name, user_cache_dir() / name
-    if not shipped.exists() and not own.exists():
-        fault = compile_variant(variant, own.parent)
+    try:
+        library = Path(__file__).parent / name
+        if not library.exists():
+            library = user_cache_dir() / name
+        fault = None if library.exists() else compile_variant(variant, library.parent)
         if fault is not None:
             return fault
-    try:
         _share_openmp()
-        return Kernels(ctypes.CDLL(str(shipped if shipped.exists() else own)))
-    except OSError as error:
+        return Kernels(ctypes.CDLL(str(library)))
+    except (AttributeError, ConfigError, OSError) as error:
         return f"they cannot be loaded: {error}"
 
 

@@ -1,4 +1,4 @@
-// Vectors of W floats, and the two kinds of elements that models are made of. With GCC's or Clang's vector extension:
+// Vectors of W floats, and the two kinds of elements that models are made of. With GCC's vector extension:
 // the same source is good for every processor, only the product of two bfloat16 pairs has an instruction of its own.
 
 #pragma once
