@@ -51,6 +51,7 @@ def assert_serves_and_stops(container: Container) -> None:
     assert (cold[0], warm[0]) == (200, 200), cold
     assert cold[1] == warm[1]
     assert (cold[2]["cached_tokens"], int(warm[2]["cached_tokens"]) > 0) == ("0", True)
+    assert "attention cpu," in container.logs()  # by the kernels that the image brings: it has no compiler
     assert container.stop() == 0, container.logs()
 
 
