@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -129,6 +130,23 @@ def test_prompts_that_return_after_more_than_the_pool_holds_keep_a_part_of_thems
     assert hits["size_weighted_lru"] >= 128 * BLOCK
     for world in worlds.values():
         world.check()
+
+
+def test_prompts_with_little_that_is_new_outlive_long_ones_where_only_they_return() -> None:
+    hits = Counter[str]()
+    for policy in ("lru", "size_weighted_lru"):
+        world = World(num_blocks=64, policy=policy)
+        for turn in range(200):
+            world.clock.now += 1
+            world.run(prompt(10_000 + turn, 20))
+            world.run(prompt(turn, 2))
+            if turn >= 150:
+                hits[policy] += world.run(prompt(turn - 8, 2)) // BLOCK
+            elif turn >= 8:
+                world.run(prompt(turn - 8, 2))
+        world.check()
+    assert hits["lru"] == 0
+    assert hits["size_weighted_lru"] >= 80
 
 
 @pytest.mark.parametrize(("weights", "expected"), [((0.0, 1.0), "abc"), ((1.0, 0.0), "bca")])

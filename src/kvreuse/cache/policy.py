@@ -8,9 +8,12 @@ looks the same whether it takes a second or a day.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import log2
+from operator import truediv
 from typing import NamedTuple
 
 from kvreuse.cache.hashing import HASH_BYTES
@@ -77,19 +80,18 @@ class Policy:
         return self.num_written_slots / self._num_slots
 
     def touch(self, node: Node) -> None:
-        """It is in use at this moment, which is not a new use."""
+        """A request that used it ends at this moment, not a new use. Called from its last node to its first."""
         node.last_used_s, node.last_turnover = self._clock(), self.turnover
 
     def begin(self, node: Node, *, num_uses: int) -> None:
         node.num_uses, node.level = num_uses, self.level(num_uses)
-        self.touch(node)
+        node.last_used_s, node.last_turnover = self._clock(), self.turnover
 
     def reuse(self, node: Node) -> None:
         """A match goes through it."""
-        num_blocks = node.num_blocks
-        self.reused(node.level, self.turnover - node.last_turnover, num_blocks)
+        self.reused(node.level, self.turnover - node.last_turnover, node.num_blocks)
         self.begin(node, num_uses=node.num_uses + 1)
-        self.stored(node.level, num_blocks)
+        self.stored(node.level, node.num_blocks)
 
     def remember(self, node: Node, hashes: bytes, reason: MissReason) -> None:
         """These blocks of the node left."""
@@ -131,15 +133,22 @@ class SizeWeightedLRU(Policy):
     be given up at any time (Gittins 1979); learned hit densities as in LHD (Beckmann 2018), whose classes are its ages
     too. Recomputing costs about the same per byte everywhere, so it cancels out.
 
+    Who asks for little more than is known is likelier to be back than who brings a long new text. So each level has
+    kinds, by how many new blocks came with the last request through a block. They share the hits by age of the level,
+    which are too few to tell them apart by kind, and each has a factor: its share of returns over that of the level.
+
     On traffic whose prompts return soon or never the value falls with age: least recently used goes first. Where they
     return after more turnovers than the pool has, the newest go first and some of the older survive to be hit.
 
     weights: how much the learned value counts, and how sure it must be to overrule the order of last use.
     """
 
-    # A level for 1, 2, 3, 4-5, 6-8, 9-13 and more uses.
+    # Levels for 1, 2, 3, 4-5, 6-8, 9-13 and more uses, each of so many kinds.
     _LEVEL_OF = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5, 5, 6)
-    _NUM_LEVELS = 7
+    # Kind 0 is in use now; the others by new blocks of the request / those of a usual one: up to 1/4, 1, 4, and more.
+    _NEW_BLOCKS = (0.25, 1.0, 4.0)
+    _NUM_KINDS, _NUM_LEVELS = 5, 7 * 5
+    _USUAL_OF_REQUESTS = 256
     # Ages are told apart in octaves, [0, 1/8), [1/8, 1/4) ... turnovers; what was not used for 64 is forgotten.
     _NUM_AGES = 11
     _FIRST_AGE = 1 / 8
@@ -148,6 +157,7 @@ class SizeWeightedLRU(Policy):
     # so many hits per turnover, 2 ** -slope times as many with every octave of age.
     _PRIOR_POOLS = 1 / 8
     _MIN_PRIOR_BLOCKS = 64.0
+    _KNOWN_RETURNS = 1 / 8  # so many of them returned, of every kind as they should
     _PRIOR_HITS = 0.7
     _PRIOR_SLOPE = 0.6
     # So many times more is expected of a level than was seen of the one below, until it shows by itself.
@@ -166,19 +176,29 @@ class SizeWeightedLRU(Policy):
         self.margin = self._MARGIN * weights[1] / 0.7
         self._widths = [self._FIRST_AGE] + [self._FIRST_AGE * 2**age for age in range(self._NUM_AGES - 1)]
         self._num_known = max(self._PRIOR_POOLS * num_blocks, self._MIN_PRIOR_BLOCKS)
-        self._num_stored = [0.0] * self._NUM_LEVELS
+        self._num_stored = [0.0] * self._NUM_LEVELS  # in kind 0 all, when the use began; in the others when it ended
         self._hits = [[0.0] * self._NUM_AGES for _ in range(self._NUM_LEVELS)]
+        self._num_new, self._usual_new = 0, 1.0
         self._next_update = 0.0
         self._values: list[list[float]] = []
 
     def level(self, num_uses: int) -> int:
-        return self._LEVEL_OF[min(num_uses, len(self._LEVEL_OF) - 1)]
+        return self._LEVEL_OF[min(num_uses, len(self._LEVEL_OF) - 1)] * self._NUM_KINDS
 
     def stored(self, level: int, num_blocks: int) -> None:
         self._num_stored[level] += num_blocks
 
     def reused(self, level: int, age: float, num_blocks: int) -> None:
         self._hits[level][self._age_class(age)] += num_blocks
+
+    def touch(self, node: Node) -> None:
+        super().touch(node)
+        self._num_new += node.num_blocks * (node.num_uses == 1)
+        node.level = self.level(node.num_uses) + 1 + bisect_left(self._NEW_BLOCKS, self._num_new / self._usual_new)
+        self.stored(node.level, node.num_blocks)
+        if node.depth == 0:
+            self._usual_new += (max(self._num_new, 1) - self._usual_new) / self._USUAL_OF_REQUESTS
+            self._num_new = 0
 
     def keys(self, nodes: Sequence[Node]) -> list[float]:
         now = self.turnover
@@ -196,36 +216,33 @@ class SizeWeightedLRU(Policy):
         """Values of all levels and ages from what was counted; old counts fade."""
         self._values = []
         expected = [self._PRIOR_HITS * 2.0 ** (-self._PRIOR_SLOPE * age) for age in range(self._NUM_AGES)]
-        for stored, hits in zip(self._num_stored, self._hits, strict=True):
-            times = self._times(stored, hits)
-            more = [
-                num + self._num_known * width * e for num, width, e in zip(hits, self._widths, expected, strict=True)
-            ]
-            self._values.append(self._best(more, times))
+        for first in range(0, self._NUM_LEVELS, self._NUM_KINDS):
+            hits = [sum(column) for column in zip(*self._hits[first : first + self._NUM_KINDS], strict=True)]
+            times = self._times(self._num_stored[first], hits)
+            more = [n + self._num_known * width * e for n, width, e in zip(hits, self._widths, expected, strict=True)]
+            values = self._best(more, times)
+            self._values += [[self._by_value * (value + factor) for value in values] for factor in self._factors(first)]
             expected = [self._LEVEL_GAIN * num / time for num, time in zip(more, times, strict=True)]
         fade = 0.5 ** (1 / self._UPDATES_PER_TURNOVER / self._HALF_LIFE_TURNOVERS)
         self._num_stored = [num * fade for num in self._num_stored]
         self._hits = [[num * fade for num in hits] for hits in self._hits]
 
+    def _factors(self, first: int) -> list[float]:
+        """log2 of how many times more blocks of each kind return than of all kinds of the level; of kind 0 unknown."""
+        kinds, known = slice(first + 1, first + self._NUM_KINDS), self._KNOWN_RETURNS * self._num_known
+        back, left = [sum(hits) for hits in self._hits[kinds]], self._num_stored[kinds]
+        share = sum(back) / max(sum(left), 1.0)
+        return [0.0, *(log2((num + known) / (n * share + known)) for num, n in zip(back, left, strict=True))]
+
     def _times(self, num_stored: float, hits: list[float]) -> list[float]:
         """Blocks x turnovers spent at each age: by what is known at first, and by all that had not been hit before."""
-        times = []
-        for num_hits, width in zip(hits, self._widths, strict=True):
-            times.append((max(num_stored - num_hits / 2, 0.0) + self._num_known) * width)
-            num_stored -= num_hits
-        return times
+        left = accumulate((-num for num in hits), initial=num_stored)
+        return [(max(n - h / 2, 0.0) + self._num_known) * w for n, h, w in zip(left, hits, self._widths, strict=False)]
 
     def _best(self, hits: list[float], times: list[float]) -> list[float]:
-        """Weighted log2 of the value at each age: the most hits per time up to any age behind it."""
-        row = [self._by_value * self._FORGOTTEN] * self._NUM_AGES
-        for age in range(self._NUM_AGES - 1):
-            best = sum_hits = sum_times = 0.0
-            for num_hits, time in zip(hits[age:], times[age:], strict=True):
-                sum_hits += num_hits
-                sum_times += time
-                best = max(best, sum_hits / sum_times)
-            row[age] = self._by_value * log2(best)
-        return row
+        """log2 of the value at each age: the most hits per time up to any age behind it."""
+        sums = [(accumulate(hits[age:]), accumulate(times[age:])) for age in range(self._NUM_AGES - 1)]
+        return [*(log2(max(map(truediv, *hits_and_times))) for hits_and_times in sums), self._FORGOTTEN]
 
 
 POLICIES: dict[str, type[Policy]] = {"lru": Policy, "lfu": LFU, "size_weighted_lru": SizeWeightedLRU}
