@@ -94,8 +94,8 @@ def test_a_library_without_the_functions_is_said_not_to_fit(tmp_path, monkeypatc
 
 
 def test_a_compiler_whose_message_is_no_text_is_a_sentence_too(tmp_path, monkeypatch):
-    (tmp_path / "c++").write_text("#!/bin/sh\nprintf 'bad \\377\\n' >&2\nexit 1\n", "utf-8")
-    (tmp_path / "c++").chmod(0o755)
+    (tmp_path / "g++").write_text("#!/bin/sh\nprintf 'bad \\377\\n' >&2\nexit 1\n", "utf-8")
+    (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "bad" in build.compile_variant("plain", tmp_path / "out")
 
@@ -117,3 +117,14 @@ def test_a_query_that_is_no_number_gets_no_number(bad):
     query[0, 2, 5] = bad
     out = backend.attend(Step(pool, oracle.SLICES, backend), 0, query, scaling=0.3, sinks=None)
     assert not out[0, 5, 2].isfinite().any()
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path, monkeypatch, what):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "kvreuse"
+    folder.mkdir()
+    library = folder / build.library_name(kernels._variant())
+    library.write_bytes(b"anything")
+    (folder if what == "folder" else library).chmod(0o777)
+    assert load_kernels.__wrapped__() == f"{library} could have been written by another user"

@@ -45,6 +45,7 @@ class World:
     def step(self):
         """One step; what was computed, as {name: tokens} in batch order."""
         batch, failed = self.scheduler.schedule()
+        assert len({item.sequence for item in batch}) == len(batch)
         self.failed += [self.names[sequence] for sequence, _ in failed]
         did = {self.names[item.sequence]: item.num_tokens for item in batch}
         sampled = [item.sequence for item in batch if item.is_sampled]
@@ -102,6 +103,44 @@ def test_short_suffixes_leave_a_quarter_of_a_step_to_a_long_prefill():
     assert world.step() == {"hit 0": 4, "hit 1": 4, "long": 4}
     assert world.step() == {"hit 2": 4, "hit 3": 4, "long": 4}
     assert world.step() == {"long": 16}
+
+
+def test_a_little_left_of_a_step_goes_to_the_long_prefill_too():
+    world = World(max_batch_size=8, max_batch_tokens=6)
+    world.add("template", _unique(0, 12))
+    world.run()
+    for i in range(3):
+        world.add(f"decoding {i}", _unique(5 + i, 2), num_new=50)
+    world.step()
+    world.add("long", _unique(1, 40))
+    assert world.step()["long"] == 3
+    world.add("hit", [*_unique(0, 12), 7], num_new=1)
+    assert {name: n for name, n in world.step().items() if name in ("hit", "long")} == {"hit": 1, "long": 1}
+
+
+def test_whose_turn_has_come_is_not_passed_over_by_short_suffixes():
+    world = World(max_batch_size=3, max_batch_tokens=16, max_queue_delay_s=1.0)
+    world.add("template", _unique(0, 12))
+    world.run()
+    world.add("long", _unique(1, 60))
+    world.step()
+    world.add("other", _unique(2, 30))
+    for i in range(2):
+        world.add(f"hit {i}", [*_unique(0, 12), 7, i], num_new=1)
+    assert set(world.step()) == {"hit 0", "hit 1", "long"}
+    world.now = 2.0
+    world.add("late", [*_unique(0, 12), 7, 9], num_new=1)
+    assert set(world.step()) == {"long"}
+
+
+def test_who_is_preempted_in_a_step_is_not_in_it_twice():
+    world = World(num_slots=148, max_batch_tokens=16)
+    world.add("old", _unique(0, 8), num_new=68)
+    for _ in range(64):
+        world.step()
+    world.add("new", _unique(1, 18), num_new=59)
+    world.run()
+    assert world.failed == []
 
 
 def test_a_step_never_exceeds_its_limits():

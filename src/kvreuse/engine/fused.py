@@ -33,8 +33,8 @@ class FusedLayer(nn.Module):
             attention.head_dim,
             [attention.q_proj.out_features, attention.k_proj.out_features],
         )
-        self._norms = [(norm.weight.detach(), norm.variance_epsilon)
-                       for norm in (stock.input_layernorm, stock.post_attention_layernorm)]  # fmt: skip
+        norms = stock.input_layernorm, stock.post_attention_layernorm
+        self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in norms]
         self.qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
         self.o_proj = attention.o_proj
         self.gate_up = _joined(mlp, "gate_proj", "up_proj")

@@ -12,6 +12,7 @@ from kvreuse.cache.store import PrefixCache
 from kvreuse.config import Config
 from kvreuse.config.guards import doubts
 from kvreuse.engine.attention.choose import choose_backend
+from kvreuse.engine.attention.native import NativeBackend
 from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.devices import log_gpus
 from kvreuse.engine.fused import fuse_layers
@@ -85,7 +86,8 @@ def assemble(loaded: LoadedModel, config: Config) -> EngineParts:
     """The parts around a model that was loaded with the engine's attention."""
     layout = loaded.layout.stored_as(_POOL_DTYPES.get(config.kv_cache_dtype))
     backend = choose_backend(config.attention_backend, layout)
-    fuse_layers(loaded.model)
+    if isinstance(backend, NativeBackend):
+        fuse_layers(loaded.model)
     is_packed = pack_linears(loaded.model)
     num_slots = num_slots_for(
         layout,

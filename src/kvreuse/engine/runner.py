@@ -1,4 +1,4 @@
-"""One step on the model: pack the scheduled tokens into [1, T], run the stock forward, give the logits to sample from.
+"""One step on the model: pack the scheduled tokens into [1, T], run the forward, give the logits to sample from.
 
 Knows tensors and slots. Knows nothing of queues, text or the store.
 """

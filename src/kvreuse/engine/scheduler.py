@@ -69,6 +69,7 @@ class Scheduler:
         self._in_flight = InFlight()
         self._loading: dict[Sequence, float] = {}  # who waits for storage, and until when
         self._curve = MissCurve(block_size=cache.block_size, sample_every=CURVE_SAMPLING, max_blocks=CURVE_BLOCKS)
+        self._residents: dict[Sequence, int] = {}
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
 
@@ -112,21 +113,23 @@ class Scheduler:
         budget = self._limits.max_batch_tokens
         for sequence in [s for s, until_s in self._loading.items() if until_s <= self._clock()]:
             self._stop_loading(sequence)
-        decoding = [s for s in self._running if s.num_uncomputed_tokens == 1]
-        prefilling = [s for s in self._running if s.num_uncomputed_tokens != 1]
-        for sequence in decoding:
+        self._residents.clear()
+        for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
             if budget and sequence in self._running and self._make_room(sequence, failed):
                 budget -= self._schedule(sequence, batch, budget)
+        has_room = True
+        prefilling = [s for s in self._running if s.num_uncomputed_tokens != 1]
         if prefilling:
             # Who needs little does not wait for who needs much, and the step that serves him is a short one; who needs
             # much still gets a quarter of it.
             half = budget // 2
-            num_tokens = self._admit(batch, half, failed, is_short=True)
-            budget = max(half - num_tokens, half // 2) if num_tokens else budget
+            num_tokens, has_room = self._admit(batch, half, failed, is_short=True)
+            budget = max(half - num_tokens, (half + 1) // 2) if num_tokens else budget
         for sequence in prefilling:
-            if budget and sequence in self._running:
+            if budget:
                 budget -= self._schedule(sequence, batch, budget)
-        self._admit(batch, budget, failed)
+        if has_room:
+            self._admit(batch, budget, failed)
         return batch, failed
 
     def _schedule(self, sequence: Sequence, batch: list[Scheduled], budget: int) -> int:
@@ -199,15 +202,20 @@ class Scheduler:
         failed: list[tuple[Sequence, OverloadedError]],
         *,
         is_short: bool = False,
-    ) -> int:
-        """Start who waits; returns how many of `budget` tokens are spent. is_short: only who needs no more than it."""
-        left = budget
+    ) -> tuple[int, bool]:
+        """Start who waits. is_short: only who needs no more than `budget` tokens, while nobody else's turn has come.
+
+        Returns how many tokens are spent, and whether the pool had room for all who were tried.
+        """
+        left, has_room = budget, True
         if not left or len(self._running) >= self._limits.max_batch_size:
-            return 0
-        for sequence in self._waiting.candidates(self._num_resident):
+            return 0, has_room
+        for sequence in self._waiting.candidates(self._recently_resident):
             if not left or len(self._running) >= self._limits.max_batch_size:
                 break
-            if is_short and len(sequence.token_ids) - self._num_resident(sequence) > left:
+            if is_short and len(sequence.token_ids) - self._recently_resident(sequence) > left:
+                if self._waiting.is_overdue(sequence):
+                    break
                 continue
             if sequence.request.reuse and self._waits(sequence):
                 self._waiting.remove(sequence)
@@ -215,10 +223,17 @@ class Scheduler:
             if not self._start(sequence):
                 if not self._running:
                     failed.append(self._give_up(sequence))
+                has_room = False
                 break
             self._waiting.admit(sequence)
             left -= self._schedule(sequence, batch, left)
-        return budget - left
+        return budget - left, has_room
+
+    def _recently_resident(self, sequence: Sequence) -> int:
+        """As `_num_resident`, asked once in a step: good enough to choose by."""
+        if sequence not in self._residents:
+            self._residents[sequence] = self._num_resident(sequence)
+        return self._residents[sequence]
 
     def _num_resident(self, sequence: Sequence) -> int:
         if not sequence.request.reuse:

@@ -72,12 +72,16 @@ class WaitingRoom:
         return sorted(
             head,
             key=lambda s: (
-                now - s.passed_over_s <= self._rules.max_queue_delay_s,
+                not self.is_overdue(s),
                 num_resident(s) == 0,
                 -self._group_sizes[_group(s)],
                 s.group,  # equally large groups of similar prompts one after the other
             ),
         )
+
+    def is_overdue(self, sequence: Sequence) -> bool:
+        """Whether it was passed over for too long."""
+        return self._clock() - sequence.passed_over_s > self._rules.max_queue_delay_s
 
     def admit(self, chosen: Sequence) -> None:
         """`chosen` leaves to run: whoever stood before it starts to count the delay."""

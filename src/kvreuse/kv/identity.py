@@ -25,7 +25,7 @@ from kvreuse.kv.tiers.entry import view_of
 
 __all__ = ["checkpoint_folder", "kv_namespace", "model_digest"]
 
-# Raise it when a payload's layout changes, or when the same model computes other numbers than before.
+# Raise it when a payload's layout changes, or when the same model computes other numbers than before, but for rounding.
 LAYOUT_VERSION = 1
 _RACY_S = 2.0  # a file this young could change again without another time stamp
 _TEXTS = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}  # config, tokenizer, template, the model's own code

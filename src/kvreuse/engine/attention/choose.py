@@ -38,9 +38,9 @@ def choose_backend(name: str, layout: KVLayout) -> Backend:
         if not isinstance(found, str):
             return found
         if name != "auto":
-            raise ConfigError(f"option.attention_backend is {name}, but {found}\nhint: reference can do every model")
+            raise ConfigError(f"option.attention_backend is {name}, but {found}\nhint: auto takes the best that fits")
         log.warning("attention backend %s is not used: %s", candidate, found)
-    log.warning("attention is computed by the reference, which is slow")
+    log.warning("attention is computed by the reference, which is slow, on %s", " and ".join(sorted(kinds)))
     return ReferenceBackend()
 
 

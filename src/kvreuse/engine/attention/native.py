@@ -34,7 +34,7 @@ class NativeBackend:
             return f"its kernels are missing: {kernels}"
         for spec in layout.layers:
             if spec.key_head_dim != spec.value_head_dim or not kernels.can_attend(spec.key_head_dim, spec.dtype):
-                return "its kernels take float32 and bfloat16, and heads of one size up to 256 that is a multiple of 16"
+                return "its kernels take float32 and bfloat16, heads of one size from 16 (bfloat16: 32) to 256 in 16s"
         return cls(kernels)
 
     def attend(self, step: Step, layer: int, query: Tensor, *, scaling: float, sinks: Tensor | None) -> Tensor:

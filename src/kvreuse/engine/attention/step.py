@@ -1,6 +1,6 @@
 """One step as the attention layers see it, and the function that Transformers calls in every layer.
 
-The model is stock: it is loaded with `attn_implementation=NAME` and never patched. Because no mask function is
+The model is loaded with `attn_implementation=NAME` and its forward is Transformers' own. Because no mask function is
 registered under NAME, Transformers builds no mask. The packed batch is [1, T]; each layer first writes its new K and V
 to the slabs, then attends.
 """

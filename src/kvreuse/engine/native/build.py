@@ -30,7 +30,7 @@ VARIANTS = {
 
 def library_name(variant: str) -> str:
     """The file name of a variant made from these sources: other sources, another name."""
-    digest = hashlib.sha256(repr((_FLAGS, VARIANTS[variant])).encode())
+    digest = hashlib.sha256(repr((platform.machine(), _FLAGS, VARIANTS[variant])).encode())
     for name in _SOURCES:
         digest.update((_HERE / name).read_bytes())
     return f"kernels-{variant}-{digest.hexdigest()[:12]}.so"
@@ -42,11 +42,11 @@ def compile_variant(variant: str, folder: Path) -> str | None:
     OpenMP is not linked: whoever loads the library has torch's loaded, so that both share their threads. Several
     processes may do it at once.
     """
-    compiler = shutil.which("g++") or shutil.which("c++")
+    compiler = shutil.which("g++")
     if compiler is None:
-        return "there is no C++ compiler"
+        return "there is no C++ compiler (g++)"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as temp:
             compiled, linked = Path(temp) / "kernels.o", Path(temp) / "kernels.so"
             flags = [*_FLAGS, *VARIANTS[variant]]

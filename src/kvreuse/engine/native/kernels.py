@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import stat
 from pathlib import Path
 
 import torch
@@ -119,15 +121,16 @@ class Kernels:
 @functools.cache
 def load_kernels() -> Kernels | str:
     """The kernels for this processor, compiled if nobody did it before, or in a sentence why there are none."""
-    variant = _variant()
-    name = library_name(variant)
     try:
-        library = Path(__file__).parent / name
+        variant = _variant()
+        library = Path(__file__).parent / library_name(variant)
         if not library.exists():
-            library = user_cache_dir() / name
-        fault = None if library.exists() else compile_variant(variant, library.parent)
-        if fault is not None:
-            return fault
+            library = user_cache_dir() / library.name
+            fault = None if library.exists() else compile_variant(variant, library.parent)
+            if fault is not None:
+                return fault
+            if not (_is_ours(library.parent) and _is_ours(library)):
+                return f"{library} could have been written by another user"
         _share_openmp()
         return Kernels(ctypes.CDLL(str(library)))
     except (AttributeError, ConfigError, OSError) as error:
@@ -142,7 +145,12 @@ def _variant() -> str:
     return "avx2" if torch.cpu._is_avx2_supported() else "plain"
 
 
+def _is_ours(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+
+
 def _share_openmp() -> None:
-    """Let the library find the OpenMP that torch has brought along."""
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    ctypes.CDLL(str(found[0]) if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+    """Let the library find the OpenMP that torch has loaded, so that both have the same threads."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    ctypes.CDLL(min(mapped, default="libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
