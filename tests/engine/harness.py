@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvreuse.engine.demo_model import demo_model_path
 from kvreuse.engine.engine import Engine
 from kvreuse.engine.loader import LoadedModel, load_model
 from kvreuse.engine.parts import assemble
+from kvreuse.kv.layout import KVLayout, LayerSpec
 from kvreuse.types import Done, Event, Failed, Request, SamplingParams
 from tests.engine.families import VOCAB, tiny_model
 
@@ -120,6 +122,19 @@ def demo() -> LoadedModel:
 def plain_demo() -> PreTrainedModel:
     """The same weights as Transformers serves them."""
     return AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32).eval()
+
+
+def one_layer(*, head_dim: int = 64, **changes: Any) -> KVLayout:
+    """A layout of one float32 layer on the CPU, two KV heads for six query heads, but for the changes."""
+    spec = LayerSpec(
+        num_kv_heads=2,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        num_query_heads=6,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    return KVLayout((replace(spec, **changes),))
 
 
 @cache

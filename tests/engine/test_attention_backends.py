@@ -9,8 +9,8 @@ from kvreuse.engine.attention.cpu import CPUBackend
 from kvreuse.engine.attention.plan import StepSlice
 from kvreuse.engine.attention.reference import ReferenceBackend
 from kvreuse.engine.attention.step import Step
-from kvreuse.kv.layout import KVLayout, LayerSpec
 from kvreuse.kv.pool import KVPool
+from tests.engine.harness import one_layer
 from tests.engine.test_attention_plan import steps
 
 NUM_SLOTS = 700
@@ -29,16 +29,9 @@ SLICES = (
 def _pool(
     *, kv_heads, group, window, key_dim=16, value_dim=16, dtype=torch.float32, slices=SLICES, num_slots=NUM_SLOTS
 ):
-    spec = LayerSpec(
-        num_kv_heads=kv_heads,
-        key_head_dim=key_dim,
-        value_head_dim=value_dim,
-        num_query_heads=kv_heads * group,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        window=window,
-    )
-    pool = KVPool(KVLayout((spec,)), num_slots=num_slots)
+    heads = {"num_kv_heads": kv_heads, "num_query_heads": kv_heads * group}
+    layout = one_layer(**heads, key_head_dim=key_dim, value_head_dim=value_dim, dtype=dtype, window=window)
+    pool = KVPool(layout, num_slots=num_slots)
     # Slots that nobody owns hold NaN: touching one shows.
     pool.keys[0].fill_(float("nan"))
     pool.values[0].fill_(float("nan"))
@@ -130,10 +123,7 @@ def test_a_bfloat16_merge_stays_close_to_float32():
 
 
 def test_overlapping_moves_keep_the_content():
-    pool = KVPool(
-        KVLayout((LayerSpec(num_kv_heads=1, key_head_dim=2, value_head_dim=2, num_query_heads=1, dtype=torch.float32,
-                            device=torch.device("cpu")),)), num_slots=32
-    )  # fmt: skip
+    pool = KVPool(one_layer(head_dim=2, num_kv_heads=1, num_query_heads=1), num_slots=32)
     for source, target in ((0, 3), (5, 1), (0, 16)):
         pool.keys[0][:] = torch.arange(32.0)[:, None, None]
         pool.move(source, target, 10)

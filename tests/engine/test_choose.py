@@ -1,7 +1,6 @@
 """The fastest attention that fits model and machine is used, and no other when one was asked for."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from kvreuse.engine.attention.choose import choose_backend
 from kvreuse.engine.native.kernels import Kernels, load_kernels
 from kvreuse.engine.parts import assemble
 from kvreuse.errors import ConfigError
-from kvreuse.kv.layout import KVLayout, LayerSpec
-from tests.engine.harness import tiny
+from kvreuse.kv.layout import KVLayout
+from tests.engine.harness import one_layer, tiny
 
 LOADER = "kvreuse.engine.attention.native.load_kernels"
 
@@ -41,18 +40,6 @@ def no_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(LOADER, load_kernels.__wrapped__)
 
 
-def _layout(**changes):
-    spec = LayerSpec(
-        num_kv_heads=2,
-        key_head_dim=64,
-        value_head_dim=64,
-        num_query_heads=6,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    return KVLayout((replace(spec, **changes),))
-
-
 @pytest.mark.usefixtures("found")
 def test_auto_uses_the_kernels(caplog):
     assert choose_backend("auto", tiny("llama_wide").layout).name == "cpu"
@@ -68,7 +55,7 @@ def test_the_start_says_which_one_runs(caplog):
 
 @pytest.mark.usefixtures("found")
 def test_bfloat16_passes_the_trial():
-    assert choose_backend("cpu", _layout(dtype=torch.bfloat16)).name == "cpu"
+    assert choose_backend("cpu", one_layer(dtype=torch.bfloat16)).name == "cpu"
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -116,7 +103,7 @@ def test_kernels_that_compute_something_else_are_not_used(found, monkeypatch, ca
             attend(found, *args, **kwargs)
 
     monkeypatch.setattr(LOADER, Broken)
-    layout = _layout(window=20)
+    layout = one_layer(window=20)
     assert choose_backend("auto", layout).name == "cpu-torch"
     assert "attention backend cpu is not used: the trial failed: " in caplog.text
     assert "somewhere" not in caplog.text
@@ -126,7 +113,7 @@ def test_kernels_that_compute_something_else_are_not_used(found, monkeypatch, ca
 
 @pytest.mark.parametrize("changes", [{"dtype": torch.float16}, {"key_head_dim": 20, "value_head_dim": 20}])
 def test_what_the_kernels_do_not_take_is_left_to_torch(found, caplog, changes):
-    layout = _layout(**changes)
+    layout = one_layer(**changes)
     assert choose_backend("auto", layout).name == "cpu-torch"
     assert "attention backend cpu is not used: its kernels take float32 and bfloat16, heads of one" in caplog.text
     with pytest.raises(ConfigError, match="its kernels take float32 and bfloat16"):
@@ -135,7 +122,7 @@ def test_what_the_kernels_do_not_take_is_left_to_torch(found, caplog, changes):
 
 @pytest.mark.usefixtures("found")
 def test_one_layer_that_does_not_fit_decides_for_all():
-    layers = (*_layout().layers, *_layout(key_head_dim=20, value_head_dim=20).layers)
+    layers = (*one_layer().layers, *one_layer(key_head_dim=20, value_head_dim=20).layers)
     assert choose_backend("auto", KVLayout(layers)).name == "cpu-torch"
 
 
@@ -160,7 +147,7 @@ def test_the_reference_and_torch_are_had_for_the_asking(monkeypatch, caplog):
 
 
 def test_layers_on_two_kinds_of_devices_have_the_reference_only(caplog):
-    mixed = KVLayout((*_layout().layers, *_layout(device=torch.device("meta")).layers))
+    mixed = KVLayout((*one_layer().layers, *one_layer(device=torch.device("meta")).layers))
     for name in ("cpu", "cpu-torch", "cuda"):
         with pytest.raises(ConfigError, match=f"option.attention_backend is {name}, but the model is on cpu and meta"):
             choose_backend(name, mixed)

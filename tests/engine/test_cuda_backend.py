@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -17,10 +18,10 @@ from kvreuse.engine.attention.step import Step
 from kvreuse.engine.parts import assemble
 from kvreuse.engine.runner import Runner
 from kvreuse.errors import ConfigError
-from kvreuse.kv.layout import KVLayout, LayerSpec
+from kvreuse.kv.layout import KVLayout
 from kvreuse.kv.pool import KVPool
 from tests.engine import test_attention_backends as oracle
-from tests.engine.harness import BLOCK, Config, Engine, check_at_rest, generate, plain_tiny, send, tiny
+from tests.engine.harness import BLOCK, Config, Engine, check_at_rest, generate, one_layer, plain_tiny, send, tiny
 from tests.engine.test_attention_plan import steps
 
 SM80 = {"capability": lambda device: (8, 0)}
@@ -75,16 +76,7 @@ def refusing(*args, **kwargs):
     raise RuntimeError("no kernel in this build")
 
 
-def _layout(**changes):
-    spec = LayerSpec(
-        num_kv_heads=2,
-        key_head_dim=16,
-        value_head_dim=16,
-        num_query_heads=6,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-    return KVLayout((replace(spec, **changes),))
+_layout = partial(one_layer, head_dim=16, dtype=torch.bfloat16)
 
 
 @pytest.fixture(params=[False, True], ids=["in place", "gathering"])

@@ -7,8 +7,7 @@ from kvreuse.config import Config
 from kvreuse.engine.attention.self_test import choose_cuda
 from kvreuse.engine.attention.step import NAME, register
 from kvreuse.engine.loader import load_model
-from kvreuse.kv.layout import KVLayout, LayerSpec
-from tests.engine.harness import generate, plain_demo, running_engine, send
+from tests.engine.harness import generate, one_layer, plain_demo, running_engine, send
 
 pytestmark = pytest.mark.gpu
 
@@ -53,18 +52,11 @@ def test_a_hit_in_bfloat16_predicts_what_the_cold_request_did():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(3, 3, 64), (8, 4, 128), (2, 1, 256), (1, 8, 96)])
 def test_torch_has_a_kernel_that_reads_the_slabs_in_place(dtype, kv_heads, group, head_dim):
-    spec = LayerSpec(
-        num_kv_heads=kv_heads,
-        key_head_dim=head_dim,
-        value_head_dim=head_dim,
-        num_query_heads=kv_heads * group,
-        dtype=dtype,
-        device=torch.device("cuda", 0),
-        window=100,
-        has_sinks=True,
-    )
-    assert choose_cuda(KVLayout((spec,))).name == "cuda"
-    assert choose_cuda(KVLayout((spec,)), is_gathering=True).name == "cuda-gather"
+    heads = {"num_kv_heads": kv_heads, "num_query_heads": kv_heads * group}
+    device = torch.device("cuda", 0)
+    layout = one_layer(head_dim=head_dim, **heads, dtype=dtype, device=device, window=100, has_sinks=True)
+    assert choose_cuda(layout).name == "cuda"
+    assert choose_cuda(layout, is_gathering=True).name == "cuda-gather"
 
 
 def _first_logprobs(backend):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvreuse.engine.attention.choose import choose_backend
 from kvreuse.engine.attention.native import NativeBackend
 from kvreuse.engine.attention.plan import StepSlice
 from kvreuse.engine.attention.reference import ReferenceBackend
@@ -16,7 +17,8 @@ from kvreuse.engine.fused import fuse_layers
 from kvreuse.engine.native import build, kernels
 from kvreuse.engine.native.kernels import load_kernels
 from tests.engine import test_attention_backends as oracle
-from tests.engine.test_choose import _layout, choose_backend, found  # noqa: F401
+from tests.engine.harness import one_layer
+from tests.engine.test_choose import found  # noqa: F401
 from tests.engine.test_fused import _model
 
 # Slabs whose last byte is the last of a page; the page behind it must not be touched.
@@ -79,7 +81,7 @@ def test_a_layer_of_the_same_name_but_with_code_of_its_own_stays_stock():
 @pytest.mark.parametrize("changes", [{}, {"window": 700}, {"has_sinks": True}])
 def test_sound_kernels_pass_their_trial_whatever_the_heads(head_dim, num_kv_heads, num_query_heads, changes):
     heads = {"num_kv_heads": num_kv_heads, "num_query_heads": num_query_heads}
-    layout = _layout(key_head_dim=head_dim, value_head_dim=head_dim, **heads, **changes)
+    layout = one_layer(head_dim=head_dim, **heads, **changes)
     assert choose_backend("cpu", layout).name == "cpu"
 
 

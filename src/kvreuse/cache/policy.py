@@ -81,10 +81,13 @@ class Policy:
 
     def touch(self, node: Node) -> None:
         """A request that used it ends at this moment, not a new use. Called from its last node to its first."""
-        node.last_used_s, node.last_turnover = self._clock(), self.turnover
+        self._stamp(node)
 
     def begin(self, node: Node, *, num_uses: int) -> None:
         node.num_uses, node.level = num_uses, self.level(num_uses)
+        self._stamp(node)
+
+    def _stamp(self, node: Node) -> None:
         node.last_used_s, node.last_turnover = self._clock(), self.turnover
 
     def reuse(self, node: Node) -> None:

@@ -29,10 +29,8 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = stock.self_attn, stock.mlp
         self._kernels, self._index, self._scaling = kernels, attention.layer_idx, attention.scaling
-        self._head_dim, self._widths = (
-            attention.head_dim,
-            [attention.q_proj.out_features, attention.k_proj.out_features],
-        )
+        self._head_dim = attention.head_dim
+        self._widths = attention.q_proj.out_features, attention.k_proj.out_features
         norms = stock.input_layernorm, stock.post_attention_layernorm
         self._norms = [(norm.weight.detach(), norm.variance_epsilon) for norm in norms]
         self.qkv = _joined(attention, "q_proj", "k_proj", "v_proj")

@@ -5,6 +5,7 @@ Pure bookkeeping over the prefix cache. Knows token counts and memory. Knows not
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -69,7 +70,6 @@ class Scheduler:
         self._in_flight = InFlight()
         self._loading: dict[Sequence, float] = {}  # who waits for storage, and until when
         self._curve = MissCurve(block_size=cache.block_size, sample_every=CURVE_SAMPLING, max_blocks=CURVE_BLOCKS)
-        self._residents: dict[Sequence, int] = {}
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
 
@@ -113,23 +113,23 @@ class Scheduler:
         budget = self._limits.max_batch_tokens
         for sequence in [s for s, until_s in self._loading.items() if until_s <= self._clock()]:
             self._stop_loading(sequence)
-        self._residents.clear()
         for sequence in [s for s in self._running if s.num_uncomputed_tokens == 1]:
             if budget and sequence in self._running and self._make_room(sequence, failed):
                 budget -= self._schedule(sequence, batch, budget)
         has_room = True
+        num_resident = functools.cache(self._num_resident)  # asked once in a step: good enough to choose by
         prefilling = [s for s in self._running if s.num_uncomputed_tokens != 1]
         if prefilling:
             # Who needs little does not wait for who needs much, and the step that serves him is a short one; who needs
             # much still gets a quarter of it.
             half = budget // 2
-            num_tokens, has_room = self._admit(batch, half, failed, is_short=True)
+            num_tokens, has_room = self._admit(batch, half, failed, num_resident=num_resident, is_short=True)
             budget = max(half - num_tokens, (half + 1) // 2) if num_tokens else budget
         for sequence in prefilling:
             if budget:
                 budget -= self._schedule(sequence, batch, budget)
         if has_room:
-            self._admit(batch, budget, failed)
+            self._admit(batch, budget, failed, num_resident=num_resident)
         return batch, failed
 
     def _schedule(self, sequence: Sequence, batch: list[Scheduled], budget: int) -> int:
@@ -201,6 +201,7 @@ class Scheduler:
         budget: int,
         failed: list[tuple[Sequence, OverloadedError]],
         *,
+        num_resident: Callable[[Sequence], int],
         is_short: bool = False,
     ) -> tuple[int, bool]:
         """Start who waits. is_short: only who needs no more than `budget` tokens, while nobody else's turn has come.
@@ -210,10 +211,10 @@ class Scheduler:
         left, has_room = budget, True
         if not left or len(self._running) >= self._limits.max_batch_size:
             return 0, has_room
-        for sequence in self._waiting.candidates(self._recently_resident):
+        for sequence in self._waiting.candidates(num_resident):
             if not left or len(self._running) >= self._limits.max_batch_size:
                 break
-            if is_short and len(sequence.token_ids) - self._recently_resident(sequence) > left:
+            if is_short and len(sequence.token_ids) - num_resident(sequence) > left:
                 if self._waiting.is_overdue(sequence):
                     break
                 continue
@@ -228,12 +229,6 @@ class Scheduler:
             self._waiting.admit(sequence)
             left -= self._schedule(sequence, batch, left)
         return budget - left, has_room
-
-    def _recently_resident(self, sequence: Sequence) -> int:
-        """As `_num_resident`, asked once in a step: good enough to choose by."""
-        if sequence not in self._residents:
-            self._residents[sequence] = self._num_resident(sequence)
-        return self._residents[sequence]
 
     def _num_resident(self, sequence: Sequence) -> int:
         if not sequence.request.reuse:

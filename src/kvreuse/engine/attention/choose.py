@@ -53,5 +53,7 @@ def _choices(kind: str) -> dict[str, Choice]:
 
 def _native(layout: KVLayout) -> Backend | str:
     backend = NativeBackend.for_layout(layout)
-    reason = None if isinstance(backend, str) else fault(backend, layout)
+    if isinstance(backend, str):
+        return backend
+    reason = fault(backend, layout)
     return backend if reason is None else f"the trial failed: {reason}"
