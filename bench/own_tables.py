@@ -18,7 +18,7 @@ __all__ = ["own_tables"]
 
 def own_tables(results: Results) -> Iterator[Table]:
     """Those that were measured."""
-    for make in (_suffix, _decode, _templates, _restart, _precision, _policy, _store, _growth, _http):
+    for make in (_suffix, _decode, _templates, _restart, _precision, _policy, _store, _locks, _growth, _http):
         table = make(results)
         if table is not None:
             yield table
@@ -165,6 +165,26 @@ def _store(results: Results) -> Table | None:
             unit="us a block",
             lines={kind: [(p["entries"], p[key]) for p in points] for kind, key in kinds.items()},
         ),
+    )
+
+
+def _locks(results: Results) -> Table | None:
+    threads = results.get("store", {}).get("threads")
+    if not threads:
+        return None
+    many = f"{results['store']['settings']['threads']} threads"
+    rates = {"1 thread": "one_thread_ops_per_s", many: "threads_ops_per_s"}
+    groups = {
+        f"{line['kind']}, {line['buckets']}": {name: _exact(line[key]) for name, key in rates.items()}
+        for line in threads
+    }
+    return Table(
+        name="locks",
+        title=f"{many} on the store",
+        note="Blocks a second by the clock; disjoint: each thread in index buckets of its own, equal: all in one.",
+        head=("what, buckets", *rates),
+        rows=[[what, *(f"{spread.median:,.0f}" for spread in group.values())] for what, group in groups.items()],
+        plot=Bars(unit="blocks/s", groups=groups),
     )
 
 

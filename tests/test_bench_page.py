@@ -45,7 +45,10 @@ OWN: dict[str, Any] = {
             {"entries": 10_000, "match_us": 1.0, "commit_us": 2.0, "evict_us": 3.0, "bytes_per_block": 260},
             {"entries": 1_000_000, "match_us": 1.1, "commit_us": 2.1, "evict_us": 3.1, "bytes_per_block": 250},
         ],
-        "match_growth": 1.1, "commit_growth": 1.05, "evict_growth": 1.03,
+        "match_growth": 1.1, "commit_growth": 1.05, "evict_growth": 1.03, "settings": {"threads": 8},
+        "threads": [
+            {"kind": "match", "buckets": "equal", "one_thread_ops_per_s": 7000, "threads_ops_per_s": 6000},
+        ],
     },
     "growth": {"axes": {"prefix tokens": {"points": [[256, 50.0], [8192, 90.0]], "slope": 0.2, "steepest": 0.6}}},
     "http": {
@@ -138,6 +141,7 @@ def test_every_measurement_of_kvreuse_has_its_table(tmp_path: Path) -> None:
         "precision": "| int8 | 0.530 | 0.990 | 0.125 |",
         "policy": "| tau_bench | 8,000 | 61.00% | 55.20% | - | 250,000 |",
         "store": "| 1,000,000 | 1.10 | 2.10 | 3.10 | 250 |",
+        "locks": "| match, equal | 7,000 | 6,000 |",
         "growth": "| prefix tokens | 256 to 8,192 | 50.0 | 90.0 | 0.20 | 0.60 |",
         "http": "| 8 | 40.0 | 900.0 | 1,500.0 | 200.0 | 400.0 | 95.0% |",
     }
