@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", type=Path, default=ROOT / "bench/RESULTS.md", metavar="FILE", help="is written")
     parser.add_argument("--render", action="store_true", help="measure nothing, write the page from --results")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of every model (1)")
-    parser.add_argument("--minutes", type=float, default=35.0, help="that the repetitions of the peers may take (35)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="for repeating the peers (60)")
     parser.add_argument("--quick", action="store_true", help="small peers and suffix parts, to see that all works")
     parser.add_argument(
         "--traces", type=Path, default=ROOT.parent / "shared/data/traces", metavar="DIR", help="of the policy part"

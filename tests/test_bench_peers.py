@@ -13,6 +13,8 @@ from http.server import ThreadingHTTPServer
 from itertools import takewhile
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -248,6 +250,22 @@ def test_a_session_that_fails_is_recorded_and_the_next_one_runs(monkeypatch: pyt
     batches = list(comparison.run([PEERS["kvreuse"]], dtypes=["float32"], num_repetitions=1))
     assert [(record["concurrency"], record["error"]) for record in comparison.records] == [(1, "broke"), (2, "broke")]
     assert len(batches) == 2
+
+
+def test_repetitions_are_for_the_quickest_peers_that_fit_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = Comparison(LOAD, num_threads=1, limit_s=60, budget_s=100)
+    now, costs_s = [0.0], {"kvreuse": 10.0, "vllm": 20.0, "llamacpp": 200.0}
+    monkeypatch.setattr(compare, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def measure(session: Any, repetition: int) -> None:
+        now[0] += costs_s[session.peer.name]
+        comparison.records.append({"peer": session.peer.name, "repetition": repetition})
+
+    monkeypatch.setattr(comparison, "_measure", measure)
+    # Of two sessions each, one for vLLM: 20, 20 and 400 s the first time.
+    list(comparison.run([PEERS[name] for name in costs_s], dtypes=["float32"], num_repetitions=4))
+    done = [{r["peer"] for r in comparison.records if r["repetition"] == repetition} for repetition in range(4)]
+    assert done == [set(costs_s), {"kvreuse", "vllm"}, {"kvreuse", "vllm"}, {"kvreuse"}]
 
 
 @contextmanager

@@ -12,9 +12,10 @@ import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ class _Session:
 class Comparison:
     """All runs: `records` holds one object for each run, or for each session that failed.
 
-    limit_s: a run begins no further request after it. budget_s: no repetition but the first begins a session that would
-    end after it.
+    limit_s: a run begins no further request after it. budget_s: for all repetitions but the first; where it is not
+    enough for all peers, the quickest ones are repeated.
     """
 
     def __init__(self, load: Load, *, num_threads: int, limit_s: float, budget_s: float) -> None:
@@ -82,17 +83,20 @@ class Comparison:
 
     def run(self, peers: Sequence[Peer], *, dtypes: Sequence[str], num_repetitions: int) -> Iterator[None]:
         """Measure; yields whenever records were added."""
-        began_at = time.monotonic()
-        took_s: dict[_Session, float] = {}
         sessions = [session for dtype in dtypes for peer in peers for session in self._sessions(peer, dtype)]
+        took_s = dict.fromkeys((peer.name for peer in peers), 0.0)
+        repeated_until = 0.0
         for repetition in range(num_repetitions):
+            if repetition == 1:
+                repeated_until = time.monotonic() + self._budget_s
+            fitting = _fitting(took_s, repeated_until - time.monotonic()) if repetition else set(took_s)
             for session in sessions:
-                at = time.monotonic()
-                if repetition and at - began_at + took_s[session] > self._budget_s:
-                    continue
-                self._measure(session, repetition)
-                took_s[session] = time.monotonic() - at
-                yield
+                if session.peer.name in fitting:
+                    at = time.monotonic()
+                    self._measure(session, repetition)
+                    if not repetition:
+                        took_s[session.peer.name] += time.monotonic() - at
+                    yield
 
     def _sessions(self, peer: Peer, dtype: str) -> list[_Session]:
         concurrencies = tuple(peer.concurrencies or self._load.num_requests)
@@ -172,6 +176,13 @@ class Comparison:
         print(f"{what}: {done}", file=sys.stderr)
 
 
+def _fitting(took_s: Mapping[str, float], left_s: float) -> set[str]:
+    """As many peers as can be measured again in that time, the quickest first."""
+    ordered = sorted(took_s, key=took_s.__getitem__)
+    ends_s = accumulate(took_s[name] for name in ordered)
+    return {name for name, end_s in zip(ordered, ends_s, strict=True) if end_s <= left_s}
+
+
 def _figures(prompts: Sequence[PeerPrompt], answers: Sequence[Answer]) -> dict[str, Any]:
     """Of the requests that were sent; prompts beyond them do not count."""
     pairs = list(zip(prompts, answers, strict=False))
@@ -218,9 +229,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", choices=PEERS, nargs="+", default=list(PEERS), help="those that are installed")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
     parser.add_argument("--threads", type=int, default=1, help="of every peer")
-    parser.add_argument("--repetitions", type=int, default=3, help="as far as --minutes allows")
+    parser.add_argument("--repetitions", type=int, default=3, help="as far as --minutes allow")
     parser.add_argument(
-        "--minutes", type=float, default=40.0, help="no further repetition is begun that would end later"
+        "--minutes", type=float, default=60.0, help="for the repetitions after the first, quickest peers first"
     )
     parser.add_argument("--run-seconds", type=float, default=90.0, help="a run begins no further request after this")
     parser.add_argument("--quick", action="store_true", help="2 templates of 512 tokens, 8 requests of 16 new tokens")
