@@ -200,7 +200,8 @@ def test_an_interrupted_part_ends_in_good_order(tmp_path: Path) -> None:
         "except KeyboardInterrupt: print('stopped its servers')"
     )
     whole_run = (
-        "import sys; from pathlib import Path; from bench.parts import run_command\n"
+        "import signal, sys; from pathlib import Path; from bench.parts import run_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "try: run_command('http', ['-c', sys.argv[2]], folder=Path(sys.argv[1]), num_threads=1)\n"
         "except KeyboardInterrupt: sys.exit(7)"
     )
