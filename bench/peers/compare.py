@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,18 +86,17 @@ class Comparison:
         """Measure; yields whenever records were added."""
         sessions = [session for dtype in dtypes for peer in peers for session in self._sessions(peer, dtype)]
         took_s = dict.fromkeys((peer.name for peer in peers), 0.0)
-        repeated_until = 0.0
+        ends_at = math.inf
         for repetition in range(num_repetitions):
-            if repetition == 1:
-                repeated_until = time.monotonic() + self._budget_s
-            fitting = _fitting(took_s, repeated_until - time.monotonic()) if repetition else set(took_s)
-            for session in sessions:
-                if session.peer.name in fitting:
-                    at = time.monotonic()
-                    self._measure(session, repetition)
-                    if not repetition:
-                        took_s[session.peer.name] += time.monotonic() - at
-                    yield
+            fitting = _fitting(took_s, ends_at - time.monotonic())
+            for session in [s for s in sessions if s.peer.name in fitting]:
+                at = time.monotonic()
+                self._measure(session, repetition)
+                if repetition == 0:
+                    took_s[session.peer.name] += time.monotonic() - at
+                yield
+            if repetition == 0:
+                ends_at = time.monotonic() + self._budget_s
 
     def _sessions(self, peer: Peer, dtype: str) -> list[_Session]:
         concurrencies = tuple(peer.concurrencies or self._load.num_requests)
